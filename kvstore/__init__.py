@@ -1,0 +1,28 @@
+"""kvstore: a KV-cache store for LLM inference. Host memory and SSD, shared prefixes, warm restarts.
+
+Lives here: the store that joins index, tiers and policy; the CLI. Must not be here: engine types,
+kernels, or what belongs to a leaf. Public names are resolved lazily, so that importing one room
+loads no other room's libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvstore._version import __version__
+
+if TYPE_CHECKING:
+    from kvstore.config import StoreConfig
+    from kvstore.spec import CacheSpec
+    from kvstore.store import Store
+
+__all__ = ["CacheSpec", "Store", "StoreConfig", "__version__"]
+
+_PUBLIC = {"Store": "kvstore.store", "CacheSpec": "kvstore.spec", "StoreConfig": "kvstore.config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
