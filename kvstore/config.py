@@ -1,0 +1,305 @@
+"""One frozen record of all settings of a store; it checks itself, defaults included.
+
+A setting has one name everywhere: keyword, flag (`--host-bytes`), TOML key (`host_bytes`) and
+environment variable (`KVSTORE_HOST_BYTES`). Flags win over the environment, that over the file,
+that over the defaults. Unknown names are refused, so that a typo is never a silent default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from kvstore.errors import ConfigError
+from kvstore.quantity import SIZE_BYTES_MAX, format_bytes, parse_bytes, parse_duration, shown
+from kvstore.tiers.available_memory import available_memory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pydantic_core import ErrorDetails
+
+__all__ = [
+    "StoreConfig",
+    "default_directory",
+    "default_disk_bytes",
+    "default_host_bytes",
+    "environment_values",
+    "load_config",
+]
+
+HOST_BYTES_MIN = 64 << 10
+HOST_BYTES_MAX = 64 << 40
+HOST_BYTES_DEFAULT_MAX = 8 << 30
+HOST_SHARE_OF_FREE_MEMORY = 0.25
+DISK_BYTES_DEFAULT_MAX = 64 << 30
+DISK_SHARE_OF_FREE_DISK = 0.5
+ENVIRONMENT_PREFIX = "KVSTORE_"
+
+# Kubernetes sets these in every pod beside a service named "kvstore"; they are not settings.
+_KUBERNETES = re.compile(r"KVSTORE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{shown(value)} is not a path")
+    text = os.fsdecode(value)
+    if "\0" in text:
+        raise ConfigError("a path cannot hold a NUL character")
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as exc:  # no home directory
+        raise ConfigError(f"{shown(text)}: {exc}") from exc
+
+
+def _paths(value: object) -> tuple[Path, ...]:
+    """Several paths: a list, or one text with ':' between them as in $PATH."""
+    if isinstance(value, str):
+        value = value.split(os.pathsep) if value else []
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{shown(value)} is not a list of paths")
+    return tuple(_path(item) for item in value)
+
+
+def _optional_path(value: object) -> Path | None:
+    return None if value is None else _path(value)
+
+
+def _optional_duration(value: object) -> float | None:
+    return None if value is None else parse_duration(value)
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ConfigError("a whole number is wanted")
+    return value
+
+
+_Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+_Seconds = Annotated[float, BeforeValidator(parse_duration)]
+_Count = Annotated[int, BeforeValidator(_no_bool)]
+
+
+class StoreConfig(BaseModel):
+    """All settings of one store. A bad one raises ConfigError, with a line for each problem."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    # Where the store lives; None keeps it in memory only.
+    directory: Annotated[Path | None, BeforeValidator(_optional_path)] = Field(
+        default=None, validation_alias=AliasChoices("directory", "dir")
+    )
+    # Where segment files go instead, for instance one directory a drive.
+    disk_directories: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
+    # The arena, headers and staging included.
+    host_bytes: _Bytes = Field(default=0, ge=HOST_BYTES_MIN, le=HOST_BYTES_MAX)
+    # Everything below the directories, catalog and reserve included; 0 = no disk tier.
+    disk_bytes: _Bytes = Field(default=0, le=SIZE_BYTES_MAX)
+    # The arena from the machine's pool of 2 MiB pages.
+    huge_pages: bool = False
+    # The store secret, where several stores must have it in common; else DIR/secret.
+    secret_file: Annotated[Path | None, BeforeValidator(_optional_path)] = None
+    # Pages unused for longer leave; None = only for want of room.
+    max_age_s: Annotated[float | None, BeforeValidator(_optional_duration)] = Field(
+        default=None, gt=0
+    )
+    # Plain commits reach the disk when either is exceeded.
+    dirty_bytes_max: _Bytes = Field(default=256 << 20, ge=4096)
+    dirty_age_s_max: _Seconds = Field(default=2.0, gt=0, le=3600)
+    # Threads that read and write segment files.
+    io_threads: _Count = Field(default=4, ge=1, le=64)
+    # How long `stage` waits for the disk unless the call says otherwise.
+    stage_deadline_s: _Seconds = Field(default=2.0, gt=0, le=3600)
+
+    def __init__(self, **values: Any) -> None:
+        """Settings by name; what is not given is taken from the machine, see `default_*`."""
+        try:
+            super().__init__(**values)
+        except ValidationError as exc:
+            raise ConfigError("\n".join(_line(each, values) for each in exc.errors())) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put in what depends on the machine, before anything is checked."""
+        filled = dict(values)
+        if "directory" not in filled and "dir" not in filled:
+            filled["directory"] = default_directory()
+        if filled.get("host_bytes") is None:
+            filled["host_bytes"] = default_host_bytes()
+        if filled.get("disk_bytes") is None:
+            places = _places(filled.get("directory", filled.get("dir")), filled)
+            filled["disk_bytes"] = default_disk_bytes(places) if places else 0
+        return filled
+
+    @model_validator(mode="after")
+    def _check_together(self) -> StoreConfig:
+        """What no field can know alone."""
+        if self.directory is None:
+            for name in ("disk_directories", "disk_bytes"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}: given, but there is no directory; set dir")
+            return self
+        if len(set(self.disk_directories)) != len(self.disk_directories):
+            raise ConfigError("disk_directories: one directory is named twice")
+        places = self.segment_directories
+        for place in (self.directory, *places):
+            if os.path.exists(place) and not os.path.isdir(place):
+                raise ConfigError(f"dir: {place} is not a directory")
+        total = sum(_file_systems(places, "f_blocks").values())
+        if self.disk_bytes > total:
+            raise ConfigError(
+                f"disk_bytes: {format_bytes(self.disk_bytes)} asked, the file system of "
+                f"{', '.join(map(str, places))} has {format_bytes(total)} in all; lower disk_bytes"
+            )
+        return self
+
+    @property
+    def segment_directories(self) -> tuple[Path, ...]:
+        """Where segment files go: `disk_directories`, else the store directory; () in memory."""
+        return self.disk_directories or ((self.directory,) if self.directory else ())
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> StoreConfig:
+    """The config of a process: flags over environment over a TOML file over defaults.
+
+    Flags that are None were not given. `environ` is os.environ unless said otherwise.
+    """
+    values = _file_values(file) if file is not None else {}
+    values |= environment_values(os.environ if environ is None else environ)
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    return StoreConfig(**(values | _one_name(given)))
+
+
+def environment_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """All settings in `KVSTORE_*` variables, by setting name. The only reader of them."""
+    values = {}
+    for name, value in environ.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and not _KUBERNETES.fullmatch(name):
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if key not in _names():
+                shown = [ENVIRONMENT_PREFIX + known.upper() for known in _names()]
+                raise ConfigError(f"{name}: unknown environment variable; {_near(name, shown)}")
+            values[key] = value
+    return _one_name(values)
+
+
+def default_directory() -> Path:
+    """$XDG_CACHE_HOME/kvstore, by default ~/.cache/kvstore; a relative XDG_CACHE_HOME is void."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):
+        return Path(cache) / "kvstore"
+    return _path("~/.cache/kvstore")
+
+
+def default_host_bytes(free_bytes: int | None = None) -> int:
+    """min(25 % of the memory that is free for this process, 8 GiB), whole MiB.
+
+    `free_bytes` is what the machine and its control groups say, unless given.
+    """
+    free = available_memory_bytes() if free_bytes is None else free_bytes
+    share = int(free * HOST_SHARE_OF_FREE_MEMORY)
+    return max(HOST_BYTES_MIN, min(share, HOST_BYTES_DEFAULT_MAX) >> 20 << 20)
+
+
+def default_disk_bytes(directories: Iterable[Path], free_bytes: int | None = None) -> int:
+    """min(50 % of free disk, 64 GiB), whole MiB; what a store there already holds counts as free.
+
+    Otherwise a store would shrink at each start. `free_bytes` is what the file systems say, unless
+    given.
+    """
+    places = list(directories)
+    free = free_bytes
+    if free is None:
+        free = sum(_file_systems(places, "f_bavail").values())
+    own = sum(_bytes_below(place) for place in places)
+    share = int((free + own) * DISK_SHARE_OF_FREE_DISK)
+    return min(share, DISK_BYTES_DEFAULT_MAX) >> 20 << 20
+
+
+def _names() -> list[str]:
+    return ["dir", *StoreConfig.model_fields]
+
+
+def _one_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`dir` and `directory` are one setting, so that a flag can override either."""
+    if "dir" in values and "directory" in values:
+        raise ConfigError("dir: given twice, as dir and as directory")
+    return {"directory" if name == "dir" else name: value for name, value in values.items()}
+
+
+def _file_values(file: Path) -> dict[str, Any]:
+    try:
+        return _one_name(tomllib.loads(file.read_text(encoding="utf-8")))
+    except OSError as exc:
+        raise ConfigError(f"config file {file}: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"config file {file}: is not TOML: {exc}") from exc
+
+
+def _line(error: ErrorDetails, values: Mapping[str, Any]) -> str:
+    """One problem in one line: the setting, what was given, what is wanted."""
+    field = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{field}: unknown setting; {_near(field, _names())}"
+    if error["type"] == "value_error":
+        reason = str(error["ctx"]["error"])
+        return f"{field}: {reason}" if field else reason
+    given = shown(values.get(field, error["input"]))
+    return f"{field}: {given} given; {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _near(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+
+
+def _places(directory: object, values: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Segment directories of settings that are not checked yet; () if they make no sense."""
+    try:
+        return _paths(values.get("disk_directories", ())) or _paths([directory])
+    except ConfigError:
+        return ()
+
+
+def _file_systems(places: Iterable[Path], blocks: str) -> dict[int, int]:
+    """Bytes by device of the file systems below `places`; a place need not exist yet."""
+    found = {}
+    for place in places:
+        near = next(each for each in (place, *place.parents) if os.path.exists(each))
+        try:
+            system = os.statvfs(near)
+            found[os.stat(near).st_dev] = int(getattr(system, blocks)) * system.f_frsize
+        except OSError as exc:
+            raise ConfigError(f"dir: {near}: {exc.strerror}") from exc
+    return found
+
+
+def _bytes_below(place: Path) -> int:
+    """Disk bytes of the files in a directory and one level below, as a store lays them out."""
+    total = 0
+    for file in (*place.glob("*"), *place.glob("*/*")):
+        try:
+            found = file.lstat()
+        except OSError:  # it left while we looked
+            continue
+        total += found.st_blocks * 512
+    return total

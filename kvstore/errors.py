@@ -1,0 +1,52 @@
+"""Every exception that leaves kvstore on purpose. A miss is a value, never one of these.
+
+    KVStoreError
+      ConfigError      a setting is unknown, malformed or out of bounds
+      SpecError        a cache spec is incomplete or contradicts itself
+      InvalidRequest   the arguments of one call cannot be served (names, tokens, sizes)
+      CapacityError    more bytes asked than the machine or the tier has
+      DirectoryError   the store directory cannot be used: in use, foreign, newer, network mount
+      ClosedError      the store, session or hit was closed before the call
+
+Messages say field, value and bound, and the way out. They never hold secrets or token ids.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "DirectoryError",
+    "InvalidRequest",
+    "KVStoreError",
+    "SpecError",
+]
+
+
+class KVStoreError(Exception):
+    """The base of all: `except KVStoreError` catches whatever the store refuses to do."""
+
+
+class ConfigError(KVStoreError, ValueError):
+    """A setting is unknown, malformed or out of bounds; one line a setting."""
+
+
+class SpecError(KVStoreError, ValueError):
+    """A cache spec is incomplete or contradicts itself; the message names the field."""
+
+
+class InvalidRequest(KVStoreError, ValueError):
+    """The arguments of one call cannot be served; nothing was changed."""
+
+
+class CapacityError(KVStoreError):
+    """More bytes were asked than there are; the message gives both numbers."""
+
+
+class DirectoryError(KVStoreError):
+    """The store directory cannot be used; the message says by whom or why, and what to do."""
+
+
+class ClosedError(KVStoreError):
+    """The store, session, hit or reservation was closed before this call."""
