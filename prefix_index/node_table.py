@@ -1,0 +1,141 @@
+"""The nodes of all radix trees, as parallel lists by node number.
+
+A node is the edge above it: a run of whole pages (their tokens as one bytes object, their ids as
+another) and its children by their first page's bytes. Bytes, because bytes.startswith compares an
+edge with a prompt at the speed of memory, a slice splits it, and the garbage collector never looks
+inside. A tree's root is a node without pages.
+
+Invariant: the pages of node n are those whose table.node is n, in order of depth.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.prefix_index.page_table import NO_PAGE, Ids, PageTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NO_NODE = -1
+PAGE_ID_BYTES = 4
+
+
+class NodeTable:
+    """Edges and children by node number. The trees change it; residency walks it upwards."""
+
+    def __init__(self, table: PageTable) -> None:
+        self._table = table
+        self._free: list[int] = []
+        self.tokens: list[bytes] = []
+        self.pages: list[bytes] = []  # ids, int32 in machine order
+        self.children: list[dict[bytes, int] | None] = []
+        self.parent = array("i")  # of a free node: itself
+        self.tree = array("i")
+
+    def __len__(self) -> int:
+        """Nodes in use, the roots included."""
+        return len(self.tokens) - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all nodes, their tokens included."""
+        own = sum(sys.getsizeof(column) for column in vars(self).values())
+        edges = sum(map(sys.getsizeof, self.tokens)) + sum(map(sys.getsizeof, self.pages))
+        branches = [children for children in self.children if children is not None]
+        keys = sum(sys.getsizeof(key) + 32 for children in branches for key in children)
+        return own + edges + sum(map(sys.getsizeof, branches)) + keys
+
+    def add(self, tree: int, tokens: bytes, pages: bytes) -> int:
+        """A new node that hangs nowhere yet."""
+        if not self._free:
+            return self.add_many(tree, [tokens], [pages])[0]
+        node = self._free.pop()
+        self.tokens[node], self.pages[node] = tokens, pages
+        self.parent[node], self.tree[node] = NO_NODE, tree
+        return node
+
+    def add_many(self, tree: int, tokens: list[bytes], pages: list[bytes]) -> range:
+        """New nodes that hang nowhere yet, with consecutive numbers."""
+        first = len(self.tokens)
+        count = len(tokens)
+        self.tokens += tokens
+        self.pages += pages
+        self.children += [None] * count
+        self.parent.extend(array("i", [NO_NODE]) * count)
+        self.tree.extend(array("i", [tree]) * count)
+        return range(first, first + count)
+
+    def hang(self, parent: int, key: bytes, child: int) -> None:
+        """Make `child` the one that `parent` finds by `key`, in place of any other."""
+        self.parent[child] = parent
+        children = self.children[parent]
+        if children is None:
+            self.children[parent] = {key: child}
+        else:
+            children[key] = child
+
+    def discard(self, node: int) -> None:
+        """Free a node that nothing refers to any more."""
+        self.tokens[node] = self.pages[node] = b""
+        self.children[node] = None
+        self.parent[node] = node
+        self.tree[node] = NO_NODE
+        self._free.append(node)
+
+    def drop_child(self, node: int, key: bytes) -> None:
+        children = self.children[node]
+        assert children is not None, f"node {node} has no children"
+        del children[key]
+        if not children and self.parent[node] != NO_NODE:
+            self.children[node] = None
+
+    def child_count(self, node: int) -> int:
+        children = self.children[node]
+        return 0 if children is None else len(children)
+
+    def ids(self, node: int) -> Ids:
+        """Page ids of the node's edge, read-only, in order of depth."""
+        return np.frombuffer(self.pages[node], np.int32)
+
+    def place(self, page: int) -> tuple[int, int]:
+        """Node of a live page, and its position in the edge."""
+        node = int(self._table.node[page])
+        first = int.from_bytes(self.pages[node][:PAGE_ID_BYTES], sys.byteorder)
+        return node, int(self._table.depth[page]) - int(self._table.depth[first])
+
+    def ancestors(self, page: int) -> Iterator[Ids]:
+        """Runs of page ids from `page` itself up to the first page of its chain, nearest first."""
+        node, position = self.place(page)
+        run = self.ids(node)[: position + 1]
+        while len(run):
+            yield run[::-1]
+            node = self.parent[node]
+            run = self.ids(node)
+
+    def chain(self, page: int) -> Ids:
+        """Ids from the first page of the chain down to `page`."""
+        node, position = self.place(page)
+        runs = [self.pages[node][: (position + 1) * PAGE_ID_BYTES]]
+        while (node := self.parent[node]) != NO_NODE:
+            runs.append(self.pages[node])
+        return np.frombuffer(b"".join(reversed(runs)), np.int32)
+
+    def walk(self, node: int) -> Iterator[int]:
+        """The node and all nodes below it, parents first."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            yield node
+            children = self.children[node]
+            if children:
+                stack.extend(reversed(children.values()))
+
+    def tail_page(self, node: int) -> int:
+        """Last page of a node's edge; NO_PAGE for a root."""
+        last = self.pages[node][-PAGE_ID_BYTES:]
+        return int.from_bytes(last, sys.byteorder) if last else NO_PAGE

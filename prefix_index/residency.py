@@ -1,0 +1,258 @@
+"""Which tiers hold each page, and who may leave: the leaf rule, leases and pins.
+
+A page is *active* in a tier if it is resident there, leased or pinned, or has an active child;
+below[tier][page] counts its active children. So "no descendant is resident in that tier" is one
+comparison, and a lease on the deepest page of a chain keeps all its ancestors in every tier they
+are in. Counts change only where a page turns active or inactive: a step up the chain in the usual
+case, a sweep over whole edges in the worst.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.prefix_index.page_table import (
+    HELD,
+    NO_PAGE,
+    NO_SLOT,
+    TIER_BITS,
+    TIERS,
+    Ids,
+    PageTable,
+)
+
+if TYPE_CHECKING:
+    from kvstore.prefix_index.node_table import NodeTable
+
+# Up to so many pages are told upwards one by one, by sweeps over edges; more go level by level.
+_SWEEPS_MAX = 16
+
+
+class Residency:
+    """Tier bits, slots, leases and pins of the pages of one page table."""
+
+    def __init__(self, table: PageTable, nodes: NodeTable) -> None:
+        self._table = table
+        self._nodes = nodes
+        self._leases: dict[int, int] = {}
+        self._pins: dict[int, float] = {}
+        self._pin_ends: list[tuple[float, int]] = []  # heap; stale entries are skipped
+
+    @property
+    def leases(self) -> int:
+        """Leases held, over all pages."""
+        return sum(self._leases.values())
+
+    @property
+    def pins(self) -> dict[int, float]:
+        """When the pin of each pinned page ends."""
+        return dict(self._pins)
+
+    def set_tier(self, ids: Ids, tier: int, slots: npt.NDArray[np.int64]) -> None:
+        """Pages are now in a tier too, each in its slot."""
+        table, bit = self._table, 1 << tier
+        if len(slots) != len(ids) or (len(slots) and slots.min() < 0):
+            raise ValueError(f"tier {tier}: {len(slots)} slots for {len(ids)} pages, or negative")
+        if (table.state[ids] & bit).any():
+            raise ValueError(f"tier {tier} holds some of these pages already")
+        column = table.slot[tier]
+        _refuse_twins(column, ids, NO_SLOT)
+        column[ids] = slots
+        idle = ids[~self._active(ids, tier)]
+        table.state[ids] |= bit
+        self._tell(idle, tier, rises=True)
+
+    def load(
+        self,
+        ids: Ids,
+        tier: int,
+        slots: npt.NDArray[np.int64],
+        children: npt.NDArray[np.int32],
+        tops: Ids,
+    ) -> None:
+        """Whole new subtrees are in a tier: pages, their child counts, and the topmost pages."""
+        table = self._table
+        table.slot[tier][ids] = slots
+        table.below[tier][ids] = children
+        table.state[ids] |= 1 << tier
+        self._tell(tops, tier, rises=True)
+
+    def clear_tier(self, ids: Ids, tier: int) -> npt.NDArray[np.int64]:
+        """Pages have left a tier; returns the slots they had. Does not ask whether they may."""
+        table, bit = self._table, 1 << tier
+        if not (table.state[ids] & bit).all():
+            raise ValueError(f"tier {tier} does not hold all of these pages")
+        column = table.slot[tier]
+        slots = column[ids]
+        _refuse_twins(column, ids, slots)
+        column[ids] = NO_SLOT
+        table.state[ids] &= 0xFF ^ bit
+        self._tell(ids[~self._active(ids, tier)], tier, rises=False)
+        return slots
+
+    def lease(self, page: int) -> None:
+        """Hold a page and its chain where they are, until as many unlease() calls."""
+        self._leases[page] = self._leases.get(page, 0) + 1
+        self._hold(page)
+
+    def unlease(self, page: int) -> None:
+        count = self._leases.get(page, 0)
+        if not count:
+            raise ValueError(f"page {page} is not leased")
+        if count > 1:
+            self._leases[page] = count - 1
+            return
+        del self._leases[page]
+        self._let_go(page)
+
+    def leases_of(self, page: int) -> int:
+        return self._leases.get(page, 0)
+
+    def pin(self, page: int, until: float) -> None:
+        """Hold a page and its chain until that time; a later end replaces an earlier one."""
+        if until > self._pins.get(page, float("-inf")):
+            self._pins[page] = until
+            heapq.heappush(self._pin_ends, (until, page))
+        self._hold(page)
+
+    def unpin(self, page: int) -> bool:
+        """End a pin now. False if there was none."""
+        if self._pins.pop(page, None) is None:
+            return False
+        self._let_go(page)
+        return True
+
+    def expire_pins(self, now: float) -> int:
+        """End the pins whose time has come; returns how many."""
+        ended = 0
+        while self._pin_ends and self._pin_ends[0][0] <= now:
+            until, page = heapq.heappop(self._pin_ends)
+            if self._pins.get(page) == until:
+                ended += self.unpin(page)
+        return ended
+
+    def may_leave(self, page: int, tier: int) -> bool:
+        """Whether the page may leave the tier now, as its leaf and by all leases and pins.
+
+        The last tier of a page is its life: it may go only when nothing is below it anywhere.
+        """
+        bit = 1 << tier
+        state = int(self._table.state[page])
+        if not state & bit or state & HELD or self._table.below[tier][page]:
+            return False
+        last = state & TIER_BITS == bit
+        return not last or not any(below[page] for below in self._table.below)
+
+    def resident(self, tier: int) -> Ids:
+        """Pages in the tier that are neither leased nor pinned, ascending."""
+        mask = self._table.state[: self._table.rows] & ((1 << tier) | HELD) == 1 << tier
+        return np.flatnonzero(mask).astype(np.int32)
+
+    def free_to_leave(self, tier: int) -> Ids:
+        """Pages for which may_leave holds, ascending: a sweep over the table in numpy."""
+        table, bit = self._table, 1 << tier
+        ids = np.flatnonzero(
+            (table.state[: table.rows] & (bit | HELD) == bit)
+            & (table.below[tier][: table.rows] == 0)
+        )
+        last = table.state[ids] & TIER_BITS == bit
+        blocked = np.zeros(len(ids), bool)
+        for below in table.below:
+            blocked |= below[ids] != 0
+        leaving: Ids = ids[~(last & blocked)].astype(np.int32)
+        return leaving
+
+    def check(self) -> None:
+        """Recount from parents and states; raises AssertionError with the numbers."""
+        table = self._table
+        live = table.live()
+        held = {int(page) for page in live[table.state[live] & HELD != 0]}
+        assert held == self._leases.keys() | self._pins.keys(), "held flags and leases, pins differ"
+        assert all(count > 0 for count in self._leases.values()), "a lease count is not positive"
+        ends = set(self._pin_ends)
+        assert all((until, page) in ends for page, until in self._pins.items()), "a pin has no end"
+        nowhere = live[table.state[live] & TIER_BITS == 0]
+        assert not len(nowhere), f"{len(nowhere)} pages are in no tier, as page {nowhere[:1]}"
+        for tier in range(TIERS):
+            active = live[self._active(live, tier)]
+            parents = table.parent[active]
+            counted = np.bincount(parents[parents != NO_PAGE], minlength=table.rows)
+            wrong = np.flatnonzero(counted[live] != table.below[tier][live])
+            assert not len(wrong), f"tier {tier}: below is wrong for {len(wrong)} pages"
+
+    def _hold(self, page: int) -> None:
+        state = self._table.state
+        if state[page] & HELD:
+            return
+        idle = [tier for tier in range(TIERS) if not self._is_active(page, tier)]
+        state[page] |= HELD
+        for tier in idle:
+            self._sweep(page, tier, rises=True)
+
+    def _let_go(self, page: int) -> None:
+        if page in self._leases or page in self._pins:
+            return
+        self._table.state[page] &= 0xFF ^ HELD
+        for tier in range(TIERS):
+            if not self._is_active(page, tier):
+                self._sweep(page, tier, rises=False)
+
+    def _is_active(self, page: int, tier: int) -> bool:
+        occupied = int(self._table.state[page]) & (1 << tier | HELD)
+        return bool(occupied or self._table.below[tier][page])
+
+    def _active(self, ids: Ids, tier: int) -> npt.NDArray[np.bool_]:
+        occupied = self._table.state[ids] & (1 << tier | HELD) != 0
+        active: npt.NDArray[np.bool_] = occupied | (self._table.below[tier][ids] != 0)
+        return active
+
+    def _tell(self, ids: Ids, tier: int, *, rises: bool) -> None:
+        """Pages have turned active (rises) or inactive: count that in their ancestors."""
+        below = self._table.below[tier]
+        while len(ids) > _SWEEPS_MAX:
+            parents = self._table.parent[ids]
+            parents = parents[parents != NO_PAGE]
+            if rises:
+                idle = parents[~self._active(parents, tier)]
+                np.add.at(below, parents, 1)
+            else:
+                np.subtract.at(below, parents, 1)
+                idle = parents[~self._active(parents, tier)]
+            ids = np.unique(idle)
+        for page in ids.tolist():
+            self._sweep(page, tier, rises=rises)
+
+    def _sweep(self, page: int, tier: int, *, rises: bool) -> None:
+        """Tell the ancestors of one page, up to the first that stays as it was."""
+        table, below = self._table, self._table.below[tier]
+        parent = int(table.parent[page])
+        others = 0 if rises else 1  # a falling ancestor still counts the child that has fallen
+        step = 1 if rises else -1
+        if parent == NO_PAGE:
+            return
+        if int(table.state[parent]) & (1 << tier | HELD) or below[parent] > others:
+            below[parent] += step
+            return
+        for run in self._nodes.ancestors(parent):
+            occupied = table.state[run] & (1 << tier | HELD) != 0
+            stays = np.flatnonzero(occupied | (below[run] > others))
+            changed = run[: stays[0] + 1] if len(stays) else run
+            below[changed] += step
+            if len(stays):
+                return
+
+
+def _refuse_twins(
+    column: npt.NDArray[np.int64], ids: Ids, before: npt.NDArray[np.int64] | int
+) -> None:
+    """Raise ValueError if an id is named twice, leaving `column` as it was."""
+    order = np.arange(len(ids))
+    column[ids] = order
+    twins = (column[ids] != order).any()
+    column[ids] = before
+    if twins:
+        raise ValueError("a page is named twice")
