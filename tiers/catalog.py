@@ -1,0 +1,366 @@
+"""The catalog: one LMDB record a published slot, so that a restart finds every page at once.
+
+Invariant: a record exists only for a slot whose header and payload were synced before. Each record
+carries an XXH3-64 over its key, value and format version; a bad one is deleted, never believed.
+LMDB runs with writemap off and both syncs on; its map is read here only after a sacrificial child
+has walked all of it (`catalog_scan.py`). The only module that imports lmdb.
+
+    key                       value (integers little-endian; 8 bytes of check first)
+    P + slot u64 big-endian   fixed record of 96 bytes | tokens | extras
+    R + id u32 big-endian     root 32 | namespace 16 | tenant
+    W + id u32 big-endian     writer
+    S + id u32 big-endian     directory u32 | slots u32 | slot bytes u64 | header bytes u64
+    M                         store uuid 16 | format u32
+
+Roots and writers are interned, so that a page costs 96 bytes besides its tokens. Keys are
+big-endian because LMDB sorts by memcmp: slot order is then key order, and writes of one segment
+share pages.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+
+from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape, check64
+from kvstore.tiers.tier import PageRecord, TierError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kvstore.tiers.file_layer import FileLayer
+
+CATALOG_NAME = "catalog"  # its folder in the first directory
+
+# check | slot | sequence | parent sequence | key | checksum | root id | writer id | page index
+# | payload bytes | created | codec | format | token bytes | extras bytes
+RECORD = struct.Struct("<8sQQQ16s16sIIIIIHHII")
+CHECK_BYTES = 8
+DB_PAGE_BYTES = 4096  # what LMDB takes on Linux; checked at open
+RECORD_OVERHEAD_BYTES = 32  # LMDB's node header and pointer, key, and slack of a filled page
+NAME_BYTES_BOUND = 384  # an R or W record with LMDB's overhead
+COMMIT_SLACK_PAGES = 24  # branches and free-list pages that one transaction may copy
+READERS_MAX = 16
+RECORDS_FOR_A_MEAN = 1000
+
+_PAGE_KEY = struct.Struct(">cQ")
+_SMALL_KEY = struct.Struct(">cI")
+_SEGMENT = struct.Struct("<IIQQ")
+_ROOT = struct.Struct("<32s16s")
+_META = struct.Struct("<16sI")
+
+
+class CatalogError(TierError):
+    """LMDB failed; `full` tells a full map or disk from the rest. Close and reopen after it."""
+
+    def __init__(self, message: str, *, full: bool = False) -> None:
+        super().__init__(message)
+        self.full = full
+
+
+class Catalog:
+    """The open LMDB environment. One a process; callers serialise writes."""
+
+    def __init__(self, directory: Path, map_bytes: int, files: FileLayer) -> None:
+        """Open, or create, the catalog in `directory`. Raises CatalogError."""
+        self.directory = directory
+        self._files = files
+        self._roots: dict[tuple[bytes, str, bytes], int] = {}
+        self._writers: dict[str, int] = {}
+        self._next_name_id = 1
+        files.make_directory(directory)
+        try:
+            self._env: Any = lmdb.open(
+                str(directory),
+                map_size=map_bytes,
+                mode=0o600,
+                create=True,
+                subdir=True,
+                writemap=False,
+                sync=True,
+                metasync=True,
+                map_async=False,
+                readahead=False,
+                max_readers=READERS_MAX,
+                max_dbs=0,
+            )
+            self.reader_check()
+        except (lmdb.Error, OSError) as error:
+            raise CatalogError(f"catalog {directory}: {error}") from error
+        self.map_bytes: int = self._env.info()["map_size"]
+        self._load_names()
+
+    # -- what is in it --------------------------------------------------------------------------
+
+    @property
+    def meta(self) -> tuple[bytes, int] | None:
+        """(store uuid, format version), or None for a catalog without them: a new one."""
+        with self._env.begin() as txn:
+            return decode_meta(txn.get(b"M"))
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that the catalog takes on disk now; LMDB never gives them back."""
+        return (int(self._env.info()["last_pgno"]) + 1) * DB_PAGE_BYTES + 2 * DB_PAGE_BYTES
+
+    @property
+    def entries(self) -> int:
+        """Records of all kinds."""
+        return int(self._env.stat()["entries"])
+
+    def slots(self) -> Iterator[int]:
+        """Slot numbers of all page records, ascending. For check(); a read transaction is open."""
+        with self._env.begin() as txn:
+            cursor = txn.cursor()
+            if cursor.set_range(b"P"):
+                for key in cursor.iternext(keys=True, values=False):
+                    if key[:1] != b"P":
+                        break
+                    yield _PAGE_KEY.unpack(key)[1]
+
+    def get(self, slot: int) -> bytes | None:
+        """The raw record of a slot."""
+        with self._env.begin() as txn:
+            found: bytes | None = txn.get(_PAGE_KEY.pack(b"P", slot))
+        return found
+
+    def record_bytes_mean(self, guess: int) -> float:
+        """Leaf bytes a record; `guess` while there are too few to tell."""
+        stat = self._env.stat()
+        few = stat["entries"] < RECORDS_FOR_A_MEAN
+        return guess if few else float(stat["leaf_pages"] * DB_PAGE_BYTES / stat["entries"])
+
+    def growth_bound(self, added: Sequence[PageRecord], removed: int) -> int:
+        """Bytes by which one commit of these may lengthen the file, at most.
+
+        Copy-on-write takes a new page for each leaf touched; a leaf split adds one that is at least
+        half full; a value past a quarter of a page takes pages of its own.
+        """
+        size = sum(
+            record_bytes(page)
+            + (0 if (page.root, page.tenant, page.namespace) in self._roots else NAME_BYTES_BOUND)
+            + (0 if page.writer in self._writers else NAME_BYTES_BOUND)
+            for page in added
+        )
+        touched = min(len(added) + removed, int(self._env.stat()["leaf_pages"]))
+        pages = -(-2 * (size + len(added) * RECORD_OVERHEAD_BYTES) // DB_PAGE_BYTES)
+        large = sum(record_bytes(page) > DB_PAGE_BYTES // 4 for page in added)
+        return (touched + pages + large + COMMIT_SLACK_PAGES) * DB_PAGE_BYTES
+
+    # -- changes --------------------------------------------------------------------------------
+
+    def commit(self, removed: Sequence[int], added: Sequence[tuple[int, PageRecord]] = ()) -> None:
+        """Delete and add page records in one durable transaction. Raises CatalogError."""
+        new_roots: dict[tuple[bytes, str, bytes], int] = {}
+        new_writers: dict[str, int] = {}
+        try:
+            with self._env.begin(write=True) as txn:
+                for slot in removed:
+                    txn.delete(_PAGE_KEY.pack(b"P", slot))
+                for slot, page in added:
+                    name = (page.root, page.tenant, page.namespace)
+                    root_id = self._intern(txn, self._roots, new_roots, name)
+                    writer_id = self._intern(txn, self._writers, new_writers, page.writer)
+                    record = encode_record(slot, page, root_id, writer_id)
+                    txn.put(_PAGE_KEY.pack(b"P", slot), record)
+        except (lmdb.Error, OSError) as error:
+            raise self._failure(error) from error
+        self._roots.update(new_roots)
+        self._writers.update(new_writers)
+        self._files.catalog_committed(self.directory)
+
+    def put_meta(self, store_uuid: bytes) -> None:
+        """Name the store that this catalog belongs to."""
+        self._change([(b"M", _sealed(b"M", _META.pack(store_uuid, FORMAT_VERSION)))], [])
+
+    def put_segment(self, shape: SegmentShape) -> None:
+        """Record a segment whose file is durable."""
+        key = _SMALL_KEY.pack(b"S", shape.segment_id)
+        body = _SEGMENT.pack(
+            shape.directory_index, shape.slots, shape.slot_bytes, shape.header_bytes
+        )
+        self._change([(key, _sealed(key, body))], [])
+
+    def remove_segment(self, segment_id: int) -> None:
+        """Forget a segment; its page records must be gone. Do this before unlinking the file."""
+        self._change([], [_SMALL_KEY.pack(b"S", segment_id)])
+
+    def remove_keys(self, keys: Sequence[bytes]) -> None:
+        """Delete raw records that a scan found bad or unused."""
+        self._change([], keys)
+        self._load_names()
+
+    def reader_check(self) -> None:
+        """Clear slots of readers that died, so that LMDB can use old pages again (rule R12)."""
+        self._env.reader_check()
+
+    def close(self) -> None:
+        """Close the environment; everything committed is durable already."""
+        self._env.close()
+
+    # -- private --------------------------------------------------------------------------------
+
+    def _change(self, put: Sequence[tuple[bytes, bytes]], removed: Sequence[bytes]) -> None:
+        try:
+            with self._env.begin(write=True) as txn:
+                for key in removed:
+                    txn.delete(key)
+                for key, value in put:
+                    txn.put(key, value)
+        except (lmdb.Error, OSError) as error:
+            raise self._failure(error) from error
+        self._files.catalog_committed(self.directory)
+
+    def _failure(self, error: Exception) -> CatalogError:
+        space = self._files.space(self.directory)
+        full = isinstance(error, lmdb.MapFullError) or space.free_bytes < DB_PAGE_BYTES * 64
+        return CatalogError(
+            f"catalog {self.directory}: {error}; {space.free_bytes} of {space.total_bytes} bytes "
+            "free on its file system",
+            full=full,
+        )
+
+    def _intern(self, txn: Any, known: dict[Any, int], new: dict[Any, int], name: Any) -> int:
+        found = known.get(name)
+        if found is None:
+            found = new.get(name)
+        if found is not None:
+            return found
+        fresh = self._next_name_id
+        self._next_name_id += 1
+        if isinstance(name, str):
+            key = _SMALL_KEY.pack(b"W", fresh)
+            body = name.encode()
+        else:
+            key = _SMALL_KEY.pack(b"R", fresh)
+            body = _ROOT.pack(name[0], name[2]) + name[1].encode()
+        txn.put(key, _sealed(key, body))
+        new[name] = fresh
+        return fresh
+
+    def _load_names(self) -> None:
+        self._roots.clear()
+        self._writers.clear()
+        with self._env.begin() as txn:
+            cursor = txn.cursor()
+            for prefix in (b"R", b"W"):
+                if not cursor.set_range(prefix):
+                    continue
+                for key, value in cursor.iternext():
+                    if key[:1] != prefix:
+                        break
+                    self._learn(key, value)
+        highest = max(self._roots.values(), default=0), max(self._writers.values(), default=0)
+        self._next_name_id = 1 + max(highest)
+
+    def _learn(self, key: bytes, value: bytes) -> None:
+        if key[:1] == b"R":
+            root = decode_root(key, value)
+            if root is not None:
+                self._roots[root] = _SMALL_KEY.unpack(key)[1]
+        else:
+            writer = decode_writer(key, value)
+            if writer is not None:
+                self._writers[writer] = _SMALL_KEY.unpack(key)[1]
+
+
+def iterate_read_only(directory: Path) -> Iterator[tuple[bytes, bytes]]:
+    """All records of a closed catalog in key order, without touching a lock file. For the scan.
+
+    A damaged file may raise anything that LMDB can, kill the process, or never end.
+    """
+    env = lmdb.open(str(directory), readonly=True, lock=False, create=False, subdir=True, max_dbs=0)
+    try:
+        size = (directory / "data.mdb").stat().st_size
+        needed = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
+        if int(env.stat()["psize"]) != DB_PAGE_BYTES or size < needed:
+            raise CatalogError(f"data.mdb has {size} bytes, its meta page needs {needed}")
+        with env.begin() as txn:
+            yield from txn.cursor().iternext()
+    except lmdb.Error as error:
+        raise CatalogError(str(error)) from error
+    finally:
+        env.close()
+
+
+# -- records: each carries a check over its key and value ---------------------------------------
+
+
+def encode_record(slot: int, page: PageRecord, root_id: int, writer_id: int) -> bytes:
+    """The value of a page's record. The slot, which is its key, is in it and checked with it."""
+    body = RECORD.pack(
+        b"",
+        slot,
+        page.sequence,
+        page.parent_sequence,
+        page.key,
+        page.checksum,
+        root_id,
+        writer_id,
+        page.page_index,
+        page.payload_bytes,
+        min(max(page.created_s, 0), 0xFFFFFFFF),
+        page.codec,
+        FORMAT_VERSION,
+        len(page.tokens),
+        len(page.extras),
+    )
+    body = b"".join((body[CHECK_BYTES:], page.tokens, page.extras))
+    return check64(body) + body
+
+
+def record_bytes(page: PageRecord) -> int:
+    """Length of the value of a page's record."""
+    return RECORD.size + len(page.tokens) + len(page.extras)
+
+
+def decode_segment(key: bytes, value: bytes) -> SegmentShape | None:
+    """The segment of an S record, or None when it is not sound."""
+    body = _opened(key, value)
+    if body is None or len(body) != _SEGMENT.size or len(key) != _SMALL_KEY.size:
+        return None
+    directory, slots, slot_bytes, header_bytes = _SEGMENT.unpack(body)
+    shape = SegmentShape(_SMALL_KEY.unpack(key)[1], directory, slots, slot_bytes, header_bytes)
+    return shape if shape.sound else None
+
+
+def decode_root(key: bytes, value: bytes) -> tuple[bytes, str, bytes] | None:
+    """(root, tenant, namespace) of an R record, or None when it is not sound."""
+    body = _opened(key, value)
+    if body is None or len(body) < _ROOT.size or len(key) != _SMALL_KEY.size:
+        return None
+    root, namespace = _ROOT.unpack_from(body)
+    try:
+        return root, body[_ROOT.size :].decode(), namespace
+    except UnicodeDecodeError:
+        return None
+
+
+def decode_writer(key: bytes, value: bytes) -> str | None:
+    """The name of a W record, or None when it is not sound."""
+    body = _opened(key, value)
+    try:
+        return None if body is None or len(key) != _SMALL_KEY.size else body.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def decode_meta(value: bytes | None) -> tuple[bytes, int] | None:
+    """(store uuid, format version) of the M record, or None when it is not sound."""
+    body = None if value is None else _opened(b"M", value)
+    if body is None or len(body) != _META.size:
+        return None
+    uuid, version = _META.unpack(body)
+    return uuid, version
+
+
+def _sealed(key: bytes, body: bytes) -> bytes:
+    return check64(key + body) + body
+
+
+def _opened(key: bytes, value: bytes) -> bytes | None:
+    body = value[CHECK_BYTES:]
+    return body if check64(key + body) == value[:CHECK_BYTES] else None

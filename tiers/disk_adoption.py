@@ -1,0 +1,88 @@
+"""Takes the records of a sound catalog over into slot states; deletes those that fit nothing."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.tiers.page_rows import RootRows, root_rows
+from kvstore.tiers.segment_set import FREE, USED
+from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvstore.tiers.catalog import Catalog
+    from kvstore.tiers.catalog_scan import Scan
+    from kvstore.tiers.disk_space import DiskSpace
+    from kvstore.tiers.segment_set import Segment, SegmentSet
+
+log = logging.getLogger("kvstore.tiers.disk")
+
+DELETE_BATCH = 4096
+
+
+def adopt(
+    scan: Scan, catalog: Catalog, segments: SegmentSet, space: DiskSpace
+) -> tuple[list[RootRows], int]:
+    """Mark the slots of sound rows as used; returns the rows and how many records were dropped.
+
+    Dropped is what names a slot that is not there, what no chain reaches, and, after a start with a
+    smaller capacity, what lies in the youngest segments. Raises CatalogError.
+    """
+    surplus = _surplus(segments, space.excess_bytes(catalog))
+    slots = scan.fixed["slot"]
+    good = _placed(scan, [segment for segment in segments if segment not in surplus])
+    lost = slots[~good].tolist()
+    scan.narrow(good)
+    groups, orphans = root_rows(scan)
+    lost += orphans.tolist()
+    for start in range(0, len(lost), DELETE_BATCH):
+        catalog.commit(lost[start : start + DELETE_BATCH])
+    dropped = len(lost) + len(scan.bad_keys)
+    catalog.remove_keys([*scan.bad_keys, *scan.unused_names()])
+    for segment in surplus:
+        space.drop(segment, catalog)
+    for rows in groups:
+        _mark_used(segments, rows.slots)
+    if dropped:
+        log.warning("%s: %d unsound records dropped", catalog.directory, dropped)
+    return groups, dropped
+
+
+def _surplus(segments: SegmentSet, excess_bytes: int) -> list[Segment]:
+    """The youngest segments, as many as a lowered capacity no longer holds."""
+    surplus: list[Segment] = []
+    for segment in sorted(segments, key=lambda s: s.shape.segment_id, reverse=True):
+        if excess_bytes <= 0:
+            break
+        surplus.append(segment)
+        excess_bytes -= segment.shape.file_bytes
+    return surplus
+
+
+def _placed(scan: Scan, segments: list[Segment]) -> npt.NDArray[np.bool_]:
+    """Which rows lie in a slot that exists and holds as much as they say."""
+    slots = scan.fixed["slot"]
+    order = np.argsort(slots, kind="stable") if (np.diff(slots) < 0).any() else None
+    ordered = slots if order is None else slots[order]
+    sizes = scan.fixed["payload_bytes"] if order is None else scan.fixed["payload_bytes"][order]
+    good = np.zeros(len(slots), np.bool_)
+    for segment in segments:
+        begin, end = np.searchsorted(ordered, [segment.base, segment.base + segment.shape.slots])
+        good[begin:end] = sizes[begin:end] <= segment.shape.payload_capacity
+    if order is not None:
+        good[order] = good.copy()
+    return good
+
+
+def _mark_used(segments: SegmentSet, slots: npt.NDArray[Any]) -> None:
+    owners = slots >> SLOT_INDEX_BITS
+    for owner in np.unique(owners).tolist():
+        segment = segments.of(owner << SLOT_INDEX_BITS)
+        assert segment is not None, "only placed rows are taken over"
+        states = np.frombuffer(segment.states, np.uint8)
+        states[slots[owners == owner] & SLOT_INDEX_MASK] = USED
+        segment.free = segment.states.count(FREE)

@@ -1,0 +1,283 @@
+"""From what lies in the directories to a sound catalog and open segments, whatever happened before.
+
+    catalog sound            keep it; drop records whose slots are not there any more
+    catalog lost or unsound  quarantine it, rebuild it from the headers of all slots
+    segment without record   an unfinished or already dropped file: remove it
+
+Killed at any point, it starts again from the same state: a rebuilt catalog is made under another
+name and renamed when complete. Runs before the tier serves; takes no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.catalog import CATALOG_NAME, Catalog, CatalogError
+from kvstore.tiers.catalog_scan import Scan, scan_catalog
+from kvstore.tiers.disk_adoption import adopt
+from kvstore.tiers.disk_space import QUARANTINE_PREFIX
+from kvstore.tiers.file_layer import aligned_buffer, read_fully, write_fully
+from kvstore.tiers.segment import (
+    SegmentShape,
+    decode_page_header,
+    encode_segment_head,
+    segment_id_of,
+)
+from kvstore.tiers.segment_set import read_segment_head
+from kvstore.tiers.tier import SLOT_INDEX_BITS, PageRecord, TierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvstore.tiers.disk_space import DiskSpace
+    from kvstore.tiers.file_layer import FileLayer
+    from kvstore.tiers.page_rows import RootRows
+    from kvstore.tiers.segment_set import SegmentSet
+    from kvstore.tiers.store_directory import StoreHome
+
+    Progress = Callable[[int, int], None]  # slots done, slots in all
+
+log = logging.getLogger("kvstore.tiers.disk")
+
+REBUILD_NAME = "catalog.rebuild"
+REBUILD_BATCH_PAGES = 4096
+HEADER_CHUNK_BYTES = 1 << 20  # slots smaller than half of it are read many at a time
+UNPROVEN_STARTS_MAX = 3  # then the catalog is what kills the server
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What recovery found and did."""
+
+    catalog: Catalog
+    scan: Scan
+    rows: list[RootRows] = field(default_factory=list)
+    records_dropped: int = 0
+    rebuilt: bool = False
+    reason: str = ""  # why it was rebuilt
+    lost_segments: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recovery:
+    """One recovery of one store."""
+
+    home: StoreHome
+    files: FileLayer
+    segments: SegmentSet
+    space: DiskSpace
+    map_bytes: int
+    progress: Progress | None = None
+
+    def run(self) -> Recovered:
+        """Open everything. Raises TierError when the disk does not even allow that."""
+        try:
+            return self._run()
+        except OSError as error:
+            raise TierError(f"{self.home.first}: {error}") from error
+
+    def _run(self) -> Recovered:
+        directory = self.home.first / CATALOG_NAME
+        self.files.remove_tree(self.home.first / REBUILD_NAME)
+        present = self._segment_files()
+        if self.home.is_new:
+            self._clear_unknown(present)
+            present = {}
+        reason = ""
+        scan = Scan()
+        if not self.home.is_new or directory.exists():
+            try:
+                scan = self._sound_scan(directory)
+            except CatalogError as error:
+                reason = str(error)
+        if reason and not present:
+            self.files.remove_tree(directory)  # nothing stored: a first start that was cut off
+            reason = ""
+        if reason:
+            self._quarantine(directory, reason)
+            self._rebuild(directory, present)
+            scan = scan_catalog(directory)
+        catalog = Catalog(directory, self.map_bytes, self.files)
+        catalog.put_meta(self.home.identity.store_uuid)
+        recovered = Recovered(catalog, scan, rebuilt=bool(reason), reason=reason)
+        try:
+            self._open_segments(present, recovered)
+            for loss in recovered.lost_segments:
+                log.error("%s", loss)
+            self.space.measure()
+            recovered.rows, recovered.records_dropped = adopt(
+                scan, catalog, self.segments, self.space
+            )
+            self.space.keep_reserve(catalog)
+        except BaseException:
+            catalog.close()
+            raise
+        return recovered
+
+    # -- catalog --------------------------------------------------------------------------------
+
+    def _sound_scan(self, directory: Path) -> Scan:
+        identity = self.home.identity
+        if identity.unproven_starts > UNPROVEN_STARTS_MAX:
+            raise CatalogError(
+                f"{identity.unproven_starts - 1} starts in a row ended before their first commit"
+            )
+        scan = scan_catalog(directory)
+        if scan.store_uuid != identity.store_uuid:
+            found = scan.store_uuid.hex() if scan.store_uuid else "none"
+            raise CatalogError(
+                f"it names store {found}, the directory is store {identity.store_uuid.hex()}"
+            )
+        return scan
+
+    def _quarantine(self, directory: Path, reason: str) -> None:
+        """Put the bad index aside, keeping only the last one: it counts in the capacity."""
+        for name in self.files.listdir(self.home.first):
+            if name.startswith(QUARANTINE_PREFIX):
+                self.files.remove_tree(self.home.first / name)
+        kept = "nothing to keep"
+        if directory.exists():
+            aside = self.home.first / f"{QUARANTINE_PREFIX}{time.time_ns() // 1_000_000}"
+            self.files.rename(directory, aside)
+            kept = f"kept as {aside.name}"
+        log.error(
+            "%s: catalog unusable: %s; %s; rebuilding it from page headers",
+            self.home.first,
+            reason,
+            kept,
+        )
+
+    def _rebuild(self, directory: Path, present: dict[int, Path]) -> None:
+        staging = self.home.first / REBUILD_NAME
+        catalog = Catalog(staging, self.map_bytes, self.files)
+        try:
+            shapes = self._shapes_from_heads(present)
+            total = sum(shape.slots for shape, _ in shapes)
+            done = 0
+            for shape, path in shapes:
+                batch: list[tuple[int, PageRecord]] = []
+                for index, page in enumerate(self._pages_in(shape, path), start=1):
+                    if page is not None:
+                        batch.append(page)
+                    if len(batch) >= REBUILD_BATCH_PAGES or index == shape.slots:
+                        catalog.commit([], batch)
+                        batch = []
+                    if self.progress and (index % 1024 == 0 or index == shape.slots):
+                        self.progress(done + index, total)
+                done += shape.slots
+                catalog.put_segment(shape)
+            catalog.put_meta(self.home.identity.store_uuid)
+            log.warning("%s: catalog rebuilt: %d records", self.home.first, catalog.entries)
+        finally:
+            catalog.close()
+        self.files.rename(staging, directory)
+        self.home.write_identity(unproven_starts=1)
+
+    def _pages_in(self, shape: SegmentShape, path: Path) -> Iterator[tuple[int, PageRecord] | None]:
+        """For each slot of a segment the page that its header names, or None."""
+        many = max(1, HEADER_CHUNK_BYTES // 2 // shape.slot_bytes)
+        reach = (many - 1) * shape.slot_bytes + shape.header_bytes
+        block = aligned_buffer(reach)
+        base = shape.segment_id << SLOT_INDEX_BITS
+        descriptor = self.files.open(path)
+        try:
+            for start in range(0, shape.slots, many):
+                got = self._read_headers(descriptor, block, shape.offset(start))
+                for index in range(start, min(start + many, shape.slots)):
+                    at = (index - start) * shape.slot_bytes
+                    page = None
+                    if at + shape.header_bytes <= got:
+                        header = block[at : at + shape.header_bytes]
+                        uuid = self.home.identity.store_uuid
+                        page = decode_page_header(header, base + index, uuid)
+                    yield None if page is None else (base + index, page)
+        finally:
+            self.files.close(descriptor)
+
+    def _read_headers(self, descriptor: int, block: memoryview, offset: int) -> int:
+        try:
+            return read_fully(self.files, descriptor, [block], offset)
+        except OSError as error:
+            log.warning("headers at offset %d cannot be read: %s", offset, error)
+            return 0
+
+    # -- segments -------------------------------------------------------------------------------
+
+    def _segment_files(self) -> dict[int, Path]:
+        """Segment files by id, over all directories."""
+        present: dict[int, Path] = {}
+        for directory in self.home.paths:
+            for name in self.files.listdir(directory):
+                segment_id = segment_id_of(name)
+                if segment_id is not None:
+                    present[segment_id] = directory / name
+                elif name.endswith(".tmp"):
+                    self.files.unlink(directory / name)
+        return present
+
+    def _clear_unknown(self, present: dict[int, Path]) -> None:
+        """Segments of a store whose identity is gone can prove nothing: they are removed."""
+        catalog = self.home.first / CATALOG_NAME
+        if present or catalog.exists():
+            log.error(
+                "%s: both copies of the store's identity are lost; %d segments are dropped",
+                self.home.first,
+                len(present),
+            )
+        for path in present.values():
+            self.files.unlink(path)
+        self.files.remove_tree(catalog)
+
+    def _shapes_from_heads(self, present: dict[int, Path]) -> list[tuple[SegmentShape, Path]]:
+        shapes = []
+        for segment_id, path in sorted(present.items()):
+            head = read_segment_head(self.files, path)
+            if (
+                head is None
+                or head[0].segment_id != segment_id
+                or head[1] != self.home.identity.store_uuid
+            ):
+                log.error("%s: not a segment of this store; dropped", path)
+                continue
+            shapes.append((head[0], path))
+        return shapes
+
+    def _open_segments(self, present: dict[int, Path], recovered: Recovered) -> None:
+        """Open each recorded segment; remove files without record and records without file."""
+        for segment_id, shape in sorted(recovered.scan.segments.items()):
+            path = present.pop(segment_id, None)
+            if path is None:
+                recovered.lost_segments.append(f"segment {segment_id} is missing")
+                recovered.catalog.remove_segment(segment_id)
+                continue
+            self._open_segment(shape, path, recovered)
+        for path in present.values():
+            self.files.unlink(path)
+
+    def _open_segment(self, shape: SegmentShape, path: Path, recovered: Recovered) -> None:
+        uuid = self.home.identity.store_uuid
+        head = read_segment_head(self.files, path)
+        if head is not None and head[1] != uuid:
+            recovered.lost_segments.append(f"{path} belongs to another store")
+            recovered.catalog.remove_segment(shape.segment_id)
+            self.files.unlink(path)
+            return
+        descriptor = self.files.open(path)
+        try:
+            size = self.files.file_bytes(descriptor)
+            if size < shape.file_bytes:
+                recovered.lost_segments.append(f"{path} has {size} of {shape.file_bytes} bytes")
+                self.files.allocate(descriptor, shape.file_bytes)
+            if head is None or head[0] != shape:
+                log.warning("%s: its head is damaged; written anew from the catalog", path)
+                block = aligned_buffer(4096)
+                block[:] = encode_segment_head(shape, uuid)
+                write_fully(self.files, descriptor, [block], 0)
+                self.files.fdatasync(descriptor)
+        finally:
+            self.files.close(descriptor)
+        self.segments.open(shape, path)

@@ -1,0 +1,210 @@
+"""How a disk tier spends its bytes: segments made and recycled, the catalog, the reserve file.
+
+Invariant: segments + catalog + reserve file + quarantine + FIXED_BYTES <= capacity at every moment;
+a file is made only when it fits, and a commit begins only when the catalog it can leave fits.
+Callers hold the tier's commit lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.segment import SEGMENT_HEAD_BYTES, SegmentShape
+from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError, aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore.tiers.catalog import Catalog
+    from kvstore.tiers.file_layer import FileLayer
+    from kvstore.tiers.segment_set import Segment, SegmentSet
+    from kvstore.tiers.store_directory import StoreHome
+    from kvstore.tiers.tier import PageRecord
+
+log = logging.getLogger("kvstore.tiers.disk")
+
+RESERVE_NAME = "reserve"
+QUARANTINE_PREFIX = "quarantine-"  # a catalog that was put aside; it counts in the capacity
+CAPACITY_BYTES_MIN = 2 << 20
+FIXED_BYTES = 128 << 10  # identity, locks and directory blocks
+RESERVE_BYTES_MAX = 64 << 20  # given up when LMDB finds the disk full
+RESERVE_SHARE = 64
+SEGMENT_BYTES_MIN = 32 << 20  # few files for small stores: each costs a sync a group
+SEGMENT_BYTES_MAX = 1 << 30
+SEGMENTS_AIMED = 64
+CATALOG_HEADROOM_BYTES = 512 << 10
+RECORD_BYTES_GUESS = 320  # catalog bytes a page, until the catalog tells
+CATALOG_FILL = 1.6  # catalog bytes over record bytes: B-tree pages are not full
+
+
+class DiskSpace:
+    """The capacity of one disk tier, over all its directories."""
+
+    def __init__(
+        self, home: StoreHome, files: FileLayer, segments: SegmentSet, capacity_bytes: int
+    ) -> None:
+        if capacity_bytes < CAPACITY_BYTES_MIN:
+            raise TierError(
+                f"disk tier: capacity {capacity_bytes} bytes is less than {CAPACITY_BYTES_MIN}"
+            )
+        self.capacity_bytes = capacity_bytes
+        self.last_refusal = ""
+        self._home = home
+        self._files = files
+        self._segments = segments
+        self._reserve = home.first / RESERVE_NAME
+        self._reserve_bytes = 0
+        self._quarantine_bytes = 0
+
+    def measure(self) -> None:
+        """Look at what lies in the directories besides segments and catalog."""
+        first = self._home.first
+        self._reserve_bytes = self._files.tree_bytes(self._reserve)
+        self._quarantine_bytes = sum(
+            self._files.tree_bytes(first / name)
+            for name in self._files.listdir(first)
+            if name.startswith(QUARANTINE_PREFIX)
+        )
+
+    def allocated_bytes(self, catalog: Catalog) -> int:
+        """Bytes taken from the machine now."""
+        return catalog.file_bytes + self._besides_catalog()
+
+    def excess_bytes(self, catalog: Catalog) -> int:
+        """Bytes over the capacity, after a start with a smaller one; <= 0 when all is well."""
+        return self.allocated_bytes(catalog) - self.capacity_bytes
+
+    def fits_commit(self, catalog: Catalog, added: Sequence[PageRecord], removed: int) -> bool:
+        """Whether the catalog may grow as much as this commit could make it."""
+        bound = catalog.growth_bound(added, removed)
+        fits = catalog.file_bytes + bound + self._besides_catalog() <= self.capacity_bytes
+        if not fits:
+            self.last_refusal = (
+                f"disk tier full: the catalog has {catalog.file_bytes} bytes and may not grow by "
+                f"{bound}; capacity {self.capacity_bytes}"
+            )
+        return fits
+
+    def grow(
+        self,
+        catalog: Catalog,
+        store_uuid: bytes,
+        payload_capacity: int,
+        header_bytes: int,
+        wanted: int,
+    ) -> bool:
+        """Make one more segment of this shape, recycling empty ones of others. False when full."""
+        slot_bytes = payload_capacity + header_bytes
+        target = self._slots_aimed(slot_bytes)
+        enough = min(target, max(wanted, target // 8))
+        while True:
+            slots = min(target, self._slots_that_fit(catalog, slot_bytes))
+            if slots < enough and self._recycle(catalog, slot_bytes, header_bytes):
+                continue
+            if slots < 1:
+                self.last_refusal = (
+                    f"disk tier full: {self.allocated_bytes(catalog)} of {self.capacity_bytes} "
+                    f"bytes allocated, {len(self._segments)} segments"
+                )
+                return False
+            return self._create(catalog, store_uuid, slots, slot_bytes, header_bytes)
+
+    def drop(self, segment: Segment, catalog: Catalog) -> None:
+        """Remove a segment whose page records are all gone: its record first, then the file."""
+        catalog.remove_segment(segment.shape.segment_id)
+        self._segments.remove(segment)
+
+    def keep_reserve(self, catalog: Catalog) -> None:
+        """Make the reserve file if it is missing and fits."""
+        size = min(RESERVE_BYTES_MAX, self.capacity_bytes // RESERVE_SHARE) // 4096 * 4096
+        if self._reserve_bytes >= size or size > -self.excess_bytes(catalog):
+            return
+        try:
+            self._files.unlink(self._reserve)
+            descriptor = self._files.open(self._reserve, create=True)
+            try:
+                self._files.allocate(descriptor, size)
+            finally:
+                self._files.close(descriptor)
+            self._reserve_bytes = size
+        except OSError as error:
+            log.warning("%s: no reserve file: %s", self._reserve, error)
+            self._files.unlink(self._reserve)
+            self._reserve_bytes = 0
+
+    def drop_reserve(self) -> None:
+        """Give the reserve file's bytes to LMDB."""
+        self._files.unlink(self._reserve)
+        self._reserve_bytes = 0
+
+    # -- private --------------------------------------------------------------------------------
+
+    def _besides_catalog(self) -> int:
+        return (
+            self._segments.file_bytes + self._reserve_bytes + self._quarantine_bytes + FIXED_BYTES
+        )
+
+    def _slots_aimed(self, slot_bytes: int) -> int:
+        share = max(self.capacity_bytes // SEGMENTS_AIMED, SEGMENT_BYTES_MIN)
+        size = min(share, SEGMENT_BYTES_MAX, max(self.capacity_bytes // 4, slot_bytes))
+        return max(1, min((size - SEGMENT_HEAD_BYTES) // slot_bytes, SLOT_INDEX_MASK + 1))
+
+    def _slots_that_fit(self, catalog: Catalog, slot_bytes: int) -> int:
+        """Slots for which there is room, with the catalog records that they will need."""
+        a_record = int(catalog.record_bytes_mean(RECORD_BYTES_GUESS) * CATALOG_FILL)
+        existing = sum(segment.shape.slots for segment in self._segments)
+        catalog_bytes = max(catalog.file_bytes, existing * a_record) + CATALOG_HEADROOM_BYTES
+        room = self.capacity_bytes - self._besides_catalog() - catalog_bytes - SEGMENT_HEAD_BYTES
+        return max(0, room) // (slot_bytes + a_record)
+
+    def _recycle(self, catalog: Catalog, slot_bytes: int, header_bytes: int) -> bool:
+        """Give up a quarantined index, or a segment of another shape that holds nothing."""
+        if self._quarantine_bytes:
+            for name in self._files.listdir(self._home.first):
+                if name.startswith(QUARANTINE_PREFIX):
+                    self._files.remove_tree(self._home.first / name)
+            self._quarantine_bytes = 0
+            return True
+        for segment in self._segments:
+            other = (segment.shape.slot_bytes, segment.shape.header_bytes)
+            if segment.used == 0 and other != (slot_bytes, header_bytes):
+                self.drop(segment, catalog)
+                return True
+        return False
+
+    def _create(
+        self, catalog: Catalog, store_uuid: bytes, slots: int, slot_bytes: int, header_bytes: int
+    ) -> bool:
+        for directory in sorted(self._home.paths, key=self._fullness):
+            space = self._files.space(directory)
+            shape = SegmentShape(
+                self._segments.next_id(),
+                self._home.paths.index(directory),
+                slots,
+                slot_bytes,
+                header_bytes,
+            )
+            try:
+                if space.free_bytes < aligned(shape.file_bytes):
+                    raise OSError(errno.ENOSPC, "no space left")
+                segment = self._segments.create(shape, directory, store_uuid)
+            except OSError as error:
+                self.last_refusal = (
+                    f"disk tier full: {space.free_bytes} of {space.total_bytes} bytes free on "
+                    f"{directory}, a segment needs {shape.file_bytes}: {error.strerror}"
+                )
+                continue
+            try:
+                catalog.put_segment(shape)
+            except TierError:
+                self._segments.remove(segment)
+                raise
+            return True
+        return False
+
+    def _fullness(self, directory: Path) -> float:
+        held = self._segments.bytes_in(directory)
+        return held / max(1, held + self._files.space(directory).free_bytes)

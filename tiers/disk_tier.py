@@ -1,0 +1,431 @@
+"""The disk tier: pages in segment files, found through a catalog, kept through kill and power loss.
+
+The life of a slot, each step durable before the next (rule R5):
+
+    FREE --reserve--> RESERVED --pwrite, fdatasync, commit "used"--> USED
+      ^                   |                                            |
+      |                   +--free_many: nothing was published          +--free_many
+      +---------------- commit "deleted", with the next group <------ FREED
+
+Invariants: a slot is written only while no durable record names it; a page is visible only after
+its bytes and its record are durable; segments + catalog + reserve + quarantine never exceed the
+capacity. This module is the face: `disk_recovery.py` opens, `disk_publisher.py` writes and commits,
+`page_io.py` moves bytes, `disk_space.py` keeps the capacity. Callers choose what to write and free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+from kvstore.tiers.disk_publisher import Publisher
+from kvstore.tiers.disk_recovery import Recovery
+from kvstore.tiers.disk_space import DiskSpace
+from kvstore.tiers.disk_state import Counters, DiskState, TierState
+from kvstore.tiers.file_layer import FileLayer
+from kvstore.tiers.io_pool import IoPool
+from kvstore.tiers.page_io import PageIo, PageTask
+from kvstore.tiers.segment import NAME_BYTES_MAX, header_bytes_for, payload_class
+from kvstore.tiers.segment_set import FREED, RESERVED, USED, SegmentSet
+from kvstore.tiers.store_directory import StoreHome
+from kvstore.tiers.tier import Container, PageRecord, ReadStatus, TierError, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvstore.tiers.page_rows import RootRows
+
+log = logging.getLogger("kvstore.tiers.disk")
+
+IO_THREADS = 8
+SYNC_THREADS_MAX = 4
+QUEUE_CALLS_MAX = 1024
+QUEUE_WAIT_S = 10.0
+CLOSE_WAIT_S = 5.0
+MAP_SHARE = 4  # the catalog's map is this part of the capacity, at least MAP_BYTES_MIN
+MAP_BYTES_MIN = 64 << 20
+
+
+class DiskTier:
+    """The Tier contract over segment files. All calls are thread-safe."""
+
+    publisher_type: ClassVar[type[Publisher]] = Publisher
+    page_io_type: ClassVar[type[PageIo]] = PageIo
+
+    def __init__(
+        self,
+        home: StoreHome,
+        capacity_bytes: int,
+        files: FileLayer,
+        *,
+        io_threads: int,
+        queue_calls_max: int,
+        direct: bool,
+    ) -> None:
+        """Use DiskTier.open."""
+        self._home = home
+        self._files = files
+        self._state = DiskState(str(home.first))
+        self._segments = SegmentSet(files, direct=direct)
+        self._space = DiskSpace(home, files, self._segments, capacity_bytes)
+        self._map_bytes = max(capacity_bytes // MAP_SHARE, MAP_BYTES_MIN) // 4096 * 4096
+        self._pool = IoPool(io_threads, queue_calls_max, QUEUE_WAIT_S)
+        # Syncs must not stand in line behind the next group's writes.
+        sync_threads = min(SYNC_THREADS_MAX, 2 * len(home.paths))
+        self._syncer = IoPool(sync_threads, queue_calls_max, QUEUE_WAIT_S)
+        self._page_io = self.page_io_type(files, self._pool, home.identity.store_uuid)
+        self._publisher = self.publisher_type(
+            home,
+            files,
+            self._segments,
+            self._space,
+            self._page_io,
+            self._syncer,
+            self._state,
+            self._map_bytes,
+        )
+        self._rows: list[RootRows] = []
+        self._loaded = False
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(
+        cls,
+        directories: Sequence[Path],
+        capacity_bytes: int,
+        files: FileLayer | None = None,
+        *,
+        io_threads: int = IO_THREADS,
+        queue_calls_max: int = QUEUE_CALLS_MAX,
+        direct: bool = True,
+        force_network: bool = False,
+        load: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> DiskTier:
+        """Lock and open the store in `directories` (the first holds the catalog), or make one.
+
+        Without `load` only the quick part is done, which can refuse: in use, foreign owner, newer
+        format, network file system, no rights. The rest, `load`, is done by the first call that
+        needs it, usually `rows`; other calls wait for it. Raises TierError.
+        """
+        files = files or FileLayer()
+        home = StoreHome(directories, files, force=force_network)
+        try:
+            tier = cls(
+                home,
+                capacity_bytes,
+                files,
+                io_threads=io_threads,
+                queue_calls_max=queue_calls_max,
+                direct=direct,
+            )
+        except TierError:
+            home.close()
+            raise
+        if load:
+            try:
+                tier.load(progress)
+            except BaseException:
+                tier.close()
+                raise
+        return tier
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Verify or rebuild the catalog and open the segments; `rows` has the pages after it.
+
+        `progress` gets (slots done, slots in all) while a lost catalog is rebuilt. Does nothing
+        when loaded already. Raises TierError.
+        """
+        with self._publisher.commit_lock:
+            if self._state.state is not TierState.LOADING:
+                return
+            recovery = Recovery(
+                self._home, self._files, self._segments, self._space, self._map_bytes, progress
+            )
+            try:
+                found = recovery.run()
+            except TierError as error:
+                self._state.become(TierState.READ_ONLY, str(error))
+                raise
+            self._publisher.catalog = found.catalog
+            self._rows = found.rows
+            self._state.counters.records_dropped = found.records_dropped
+            self._loaded = True
+            self._state.become(TierState.READY)
+
+    # -- identity and state ---------------------------------------------------------------------
+
+    @property
+    def boot_number(self) -> int:
+        """One more than at any earlier open of this store; durable since `open` returned."""
+        return self._home.identity.boot_number
+
+    @property
+    def store_uuid(self) -> bytes:
+        """16 bytes that name the store."""
+        return self._home.identity.store_uuid
+
+    @property
+    def state(self) -> TierState:
+        """What the tier can do now."""
+        return self._state.state
+
+    @property
+    def counters(self) -> Counters:
+        """Events since the tier was opened; a live object."""
+        return self._state.counters
+
+    @property
+    def writable(self) -> bool:
+        """Whether pages can be written, now or once it is loaded."""
+        return self.state in (TierState.LOADING, TierState.READY)
+
+    @property
+    def problem(self) -> str:
+        """Why the tier is not all it should be; empty when it is."""
+        return "" if self.writable else self._state.reason
+
+    @property
+    def last_refusal(self) -> str:
+        """Why `reserve` or `write_many` last fell short, with numbers."""
+        return self.problem or self._space.last_refusal
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether all segments are read and written past the page cache."""
+        return all(segment.direct for segment in self._segments)
+
+    def slot_bytes(self, payload_bytes: int, metadata_bytes: int = 0) -> int:
+        """Bytes of the slot that such a page takes: a container of that size can hold it."""
+        return payload_class(payload_bytes) + header_bytes_for(metadata_bytes)
+
+    def stalled_s(self) -> float:
+        """Seconds since the oldest disk call in progress began."""
+        return self._pool.stalled_s()
+
+    def rows(self) -> list[RootRows]:
+        """The pages found by `load`, tree by tree; handed over once, so that memory is freed."""
+        self._use()
+        rows, self._rows = self._rows, []
+        return rows
+
+    # -- the contract ---------------------------------------------------------------------------
+
+    def reserve(
+        self, tenant: str, payload_bytes: int, count: int, metadata_bytes: int = 0
+    ) -> list[int]:
+        """Up to `count` slots for payloads of this size; fewer when full, see `last_refusal`.
+
+        `metadata_bytes` is tokens + extras of the largest page, when they exceed about 3 KiB.
+        Segments are shared by all tenants.
+        """
+        self._use()
+        capacity = payload_class(payload_bytes)
+        header = header_bytes_for(metadata_bytes)
+        taken = self._take(capacity, header, count)
+        if len(taken) == count or not self._state.ready:
+            return taken
+        publisher = self._publisher
+        with publisher.commit_lock:
+            taken += self._take(capacity, header, count - len(taken))
+            if len(taken) < count and publisher.commit_freed():
+                taken += self._take(capacity, header, count - len(taken))
+            while len(taken) < count and publisher.grow(capacity, header, count - len(taken)):
+                taken += self._take(capacity, header, count - len(taken))
+        return taken
+
+    def write_many(
+        self, slots: Sequence[int], pages: Sequence[PageRecord], payloads: Sequence[memoryview]
+    ) -> list[bool]:
+        """Write reserved slots; True means durable: data synced and record committed.
+
+        Payloads of >= payload_bytes each, 4 KiB-aligned for speed. Groups of 32 to 256 MiB are
+        committed each on its own, in order, while the next one is written: calls of several groups
+        are the fastest. A False page's slot stays reserved and unpublished.
+        """
+        self._use()
+        if not len(slots) == len(pages) == len(payloads):
+            raise ValueError(f"{len(slots)} slots, {len(pages)} pages, {len(payloads)} payloads")
+        results = [False] * len(slots)
+        tasks = [
+            self._write_task(position, slots[position], pages[position], payloads[position])
+            for position in range(len(slots))
+        ]
+        for position in self._publisher.write([task for task in tasks if task is not None]):
+            results[position] = True
+        with self._state.lock:
+            self.counters.pages_written += results.count(True)
+            self.counters.write_errors += results.count(False)
+        return results
+
+    def read_many(
+        self, slots: Sequence[int], pages: Sequence[PageRecord], buffers: Sequence[memoryview]
+    ) -> list[ReadStatus]:
+        """Fill buffers from slots, each verified against the page expected there.
+
+        A buffer that is 4 KiB-aligned and at least aligned(payload_bytes) long is read into
+        without a copy; its bytes past payload_bytes are then overwritten too. Its content is to be
+        used only when the status is OK.
+        """
+        self._use()
+        if not len(slots) == len(pages) == len(buffers):
+            raise ValueError(f"{len(slots)} slots, {len(pages)} pages, {len(buffers)} buffers")
+        if self.state is TierState.CLOSED:
+            return [ReadStatus.ERROR] * len(slots)
+        statuses = [ReadStatus.STALE] * len(slots)
+        tasks = []
+        with self._state.lock:
+            for position, (slot, page) in enumerate(zip(slots, pages, strict=True)):
+                buffer = buffers[position]
+                if len(buffer) < page.payload_bytes:
+                    raise ValueError(f"a buffer of {len(buffer)} for {page.payload_bytes} bytes")
+                segment = self._segments.of(slot)
+                if (
+                    segment is not None
+                    and segment.state(slot) == USED
+                    and page.payload_bytes <= segment.shape.payload_capacity
+                ):
+                    tasks.append(PageTask(position, slot, segment, page, buffer))
+        for task, status in zip(tasks, self._page_io.read(tasks), strict=True):
+            statuses[task.position] = status
+        self._count_reads(statuses)
+        return statuses
+
+    def free_many(self, slots: Sequence[int], *, erase: bool = False) -> None:
+        """Give slots back. Published ones can be reserved again after the next commit.
+
+        `erase` also wipes their headers on disk and commits at once, so that no rebuild brings the
+        pages back: for evictions by an operator. Raises TierError when that fails, ValueError for a
+        slot that is not in use.
+        """
+        self._use()
+        if not erase:
+            self._publisher.free(slots)
+            return
+        # Under the lock: a commit in between would give the slots out, and others' pages be wiped.
+        with self._publisher.commit_lock:
+            self._publisher.erase(self._publisher.free(slots))
+
+    def usage(self) -> Usage:
+        """Bytes and slots, counted from the segments."""
+        allocated = self._space.allocated_bytes(self._publisher.catalog) if self._loaded else 0
+        with self._state.lock:
+            used = [(segment.used, segment.shape) for segment in self._segments]
+        return Usage(
+            capacity_bytes=self._space.capacity_bytes,
+            allocated_bytes=allocated,
+            used_bytes=sum(count * shape.slot_bytes for count, shape in used),
+            used_slots=sum(count for count, _ in used),
+            free_slots=sum(shape.slots - count for count, shape in used),
+        )
+
+    def check(self) -> None:
+        """Compare slot states, catalog and files; raises TierError with the numbers."""
+        self._use()
+        publisher = self._publisher
+        with publisher.commit_lock, self._state.lock:
+            self._segments.check()
+            used = set(self._segments.slots_in(USED))
+            freed = set(self._segments.slots_in(FREED))
+            if freed != set(publisher.freed):
+                raise TierError(
+                    f"{len(freed)} slots freed, {len(publisher.freed)} waiting for a commit"
+                )
+            recorded = set(publisher.catalog.slots())
+            if recorded - freed != used:
+                raise TierError(
+                    f"{len(used - recorded)} used slots without record, "
+                    f"{len(recorded - used - freed)} records of unused slots"
+                )
+            over = self._space.excess_bytes(publisher.catalog)
+            if over > 0:
+                raise TierError(f"{over} bytes over the capacity of {self._space.capacity_bytes}")
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def containers(self) -> list[Container]:
+        """The segments, so that callers can choose what to empty."""
+        with self._state.lock:
+            return [segment.container() for segment in self._segments]
+
+    def commit_frees(self) -> None:
+        """Make slots that were freed available now."""
+        self._use()
+        self._publisher.commit_freed()
+
+    def maintain(self) -> None:
+        """To be called each minute: dead LMDB readers, the reserve file."""
+        with self._publisher.commit_lock:
+            if self._state.ready:
+                self._publisher.catalog.reader_check()
+                self._space.keep_reserve(self._publisher.catalog)
+
+    def verify_payloads(self, on: bool) -> None:
+        """Turn the payload check off, to price it in a bench; nothing else may."""
+        self._page_io.verify_payloads = on
+
+    def close(self) -> None:
+        """Commit what was freed, close all files and give up the locks. Idempotent."""
+        with self._publisher.commit_lock:
+            if self.state is TierState.CLOSED or os.getpid() != self._pid:
+                return
+            if self._state.ready:
+                self._publisher.commit_freed()
+                self._publisher.prove()
+            self._state.become(TierState.CLOSED, "closed")
+            if not (self._pool.close(CLOSE_WAIT_S) and self._syncer.close(CLOSE_WAIT_S)):
+                log.error("%s: the disk does not answer; its files stay open", self._home.first)
+                return
+            if self._loaded:
+                self._publisher.catalog.close()
+            self._segments.close()
+            self._home.close()
+
+    # -- private --------------------------------------------------------------------------------
+
+    def _take(self, payload_capacity: int, header_bytes: int, count: int) -> list[int]:
+        with self._state.lock:
+            if not self._state.ready:
+                return []
+            return self._segments.take(payload_capacity, header_bytes, count)
+
+    def _write_task(
+        self, position: int, slot: int, page: PageRecord, payload: memoryview
+    ) -> PageTask | None:
+        segment = self._segments.of(slot)
+        if segment is None or segment.state(slot) != RESERVED:
+            raise ValueError(f"slot {slot} is not reserved")
+        shape = segment.shape
+        if not page.payload_bytes <= min(len(payload), shape.payload_capacity):
+            raise ValueError(
+                f"a page of {page.payload_bytes} bytes, with {len(payload)} given and "
+                f"{shape.payload_capacity} in its slot"
+            )
+        names = max(len(page.tenant.encode()), len(page.writer.encode()))
+        metadata = len(page.tokens) + len(page.extras)
+        if names > NAME_BYTES_MAX or header_bytes_for(metadata) > shape.header_bytes:
+            self._space.last_refusal = (
+                f"disk tier: {metadata} bytes of tokens and extras, names of up to {names}, do not "
+                f"fit a header of {shape.header_bytes}"
+            )
+            return None
+        return PageTask(position, slot, segment, page, payload)
+
+    def _count_reads(self, statuses: Sequence[ReadStatus]) -> None:
+        with self._state.lock:
+            self.counters.pages_read += statuses.count(ReadStatus.OK)
+            self.counters.corrupt_pages += statuses.count(ReadStatus.CORRUPT)
+            self.counters.stale_pages += statuses.count(ReadStatus.STALE)
+            self.counters.read_errors += statuses.count(ReadStatus.ERROR)
+
+    def _use(self) -> None:
+        """Refuse use after a fork; load when nobody did."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a disk tier does not survive fork: start the process with 'spawn', or open the "
+                "store after the fork"
+            )
+        if self.state is TierState.LOADING:
+            self.load()
