@@ -103,7 +103,7 @@ class StoreConfig(BaseModel):
     directory: Annotated[Path | None, BeforeValidator(_optional_path)] = Field(
         default=None, validation_alias=AliasChoices("directory", "dir")
     )
-    # Where segment files go instead, for instance one directory a drive.
+    # More directories for segment files, for instance one a drive.
     disk_directories: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     # The arena, headers and staging included.
     host_bytes: _Bytes = Field(default=0, ge=HOST_BYTES_MIN, le=HOST_BYTES_MAX)
@@ -113,13 +113,12 @@ class StoreConfig(BaseModel):
     huge_pages: bool = False
     # The store secret, where several stores must have it in common; else DIR/secret.
     secret_file: Annotated[Path | None, BeforeValidator(_optional_path)] = None
-    # Pages unused for longer leave; None = only for want of room.
+    # Pages stored longer ago leave; None = only for want of room.
     max_age_s: Annotated[float | None, BeforeValidator(_optional_duration)] = Field(
         default=None, gt=0
     )
-    # Plain commits reach the disk when either is exceeded.
+    # What may wait for the disk at once; a commit waits no longer than the disk takes.
     dirty_bytes_max: _Bytes = Field(default=256 << 20, ge=4096)
-    dirty_age_s_max: _Seconds = Field(default=2.0, gt=0, le=3600)
     # Threads that read and write segment files.
     io_threads: _Count = Field(default=4, ge=1, le=64)
     # How long `stage` waits for the disk unless the call says otherwise.
@@ -154,10 +153,10 @@ class StoreConfig(BaseModel):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: given, but there is no directory; set dir")
             return self
-        if len(set(self.disk_directories)) != len(self.disk_directories):
-            raise ConfigError("disk_directories: one directory is named twice")
         places = self.segment_directories
-        for place in (self.directory, *places):
+        if len(set(places)) != len(places):
+            raise ConfigError("disk_directories: one directory is named twice")
+        for place in places:
             if os.path.exists(place) and not os.path.isdir(place):
                 raise ConfigError(f"dir: {place} is not a directory")
         total = sum(_file_systems(places, "f_blocks").values())
@@ -170,8 +169,8 @@ class StoreConfig(BaseModel):
 
     @property
     def segment_directories(self) -> tuple[Path, ...]:
-        """Where segment files go: `disk_directories`, else the store directory; () in memory."""
-        return self.disk_directories or ((self.directory,) if self.directory else ())
+        """Where segment files go, the store directory first; () in memory."""
+        return (self.directory, *self.disk_directories) if self.directory else ()
 
 
 def load_config(
@@ -275,7 +274,7 @@ def _near(name: str, known: list[str]) -> str:
 def _places(directory: object, values: Mapping[str, Any]) -> tuple[Path, ...]:
     """Segment directories of settings that are not checked yet; () if they make no sense."""
     try:
-        return _paths(values.get("disk_directories", ())) or _paths([directory])
+        return (*_paths([directory]), *_paths(values.get("disk_directories", ())))
     except ConfigError:
         return ()
 

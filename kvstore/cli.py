@@ -1,0 +1,202 @@
+"""The command `kvstore`: look inside a store directory, evict from it, run the demo.
+
+Every listing has `--json`. Exit codes: 0 done, 1 refused or failed with a sentence on stderr,
+2 wrong usage. Tables go to stdout, sentences about trouble to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore import cli_output as output
+from kvstore import cli_prompt as prompt
+from kvstore._version import __version__
+from kvstore.cli_directory import opened
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.quantity import parse_duration
+from kvstore.removal import Selection
+
+app = typer.Typer(
+    name="kvstore",
+    help="Look inside a KV-cache store, evict from it, see it work.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Directory = Annotated[
+    Path, typer.Argument(help="The store's directory.", metavar="DIR", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Limit = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many rows at most.")]
+Sort = Annotated[str, typer.Option(help="size, age, idle or hits.")]
+Namespace = Annotated[
+    str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
+]
+Tenant = Annotated[str, typer.Option(help="Whose pages.")]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", help="Token ids of a prompt: 1,2,3", metavar="IDS")
+]
+TokensFile = Annotated[
+    Path | None,
+    typer.Option("--tokens-file", help="A file with token ids: JSON list, or numbers; - is stdin."),
+]
+Text = Annotated[str | None, typer.Option("--text", help="A prompt as text; needs --tokenizer.")]
+TextFile = Annotated[
+    Path | None, typer.Option("--text-file", help="A file with a prompt; needs --tokenizer.")
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option("--tokenizer", help="tokenizer.json, or a folder that holds one.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options before the command; they act through their callbacks."""
+
+
+@app.command()
+def ls(directory: Directory, json: Json = False, limit: Limit = 50, sort: Sort = "size") -> None:
+    """List namespaces and the chains in them."""
+    if sort not in ("size", "age", "idle", "hits"):
+        raise InvalidRequest(f"--sort: {sort!r} given; one of size, age, idle, hits")
+    with opened(directory) as store:
+        spaces = store.namespaces()
+        chains, total = store.chains(limit=limit, sort=sort)
+    output.show_listing(spaces, chains, total, as_json=json)
+
+
+@app.command()
+def stats(directory: Directory, json: Json = False) -> None:
+    """Bytes and pages of each tier, and what the store counts."""
+    with opened(directory) as store:
+        found = store.stats()
+    output.show_stats(found, as_json=json)
+
+
+@app.command()
+def inspect(
+    directory: Directory,
+    chain: Annotated[str, typer.Argument(help="Hex digits that begin a chain's id; see `ls`.")],
+    json: Json = False,
+) -> None:
+    """Show one chain page by page, and the spec of its namespace."""
+    if not chain or set(chain.lower()) - set("0123456789abcdef"):
+        raise InvalidRequest(f"chain {chain!r}: hex digits are needed, as `kvstore ls` shows them")
+    with opened(directory) as store:
+        found = store.find_chain(chain)
+        if not found:
+            raise InvalidRequest(f"no page's id begins with {chain}; `kvstore ls` shows chains")
+        if len(found) > 1:
+            ids = ", ".join(item.chain_id for item, _ in found[:5])
+            raise InvalidRequest(f"{len(found)} pages' ids begin with {chain}: {ids}; say more")
+        spec = store.spec_json(bytes.fromhex(found[0][0].namespace))
+    output.show_chain(*found[0], spec, as_json=json)
+
+
+@app.command()
+def explain(
+    directory: Directory,
+    tokens: Tokens = None,
+    tokens_file: TokensFile = None,
+    text: Text = None,
+    text_file: TextFile = None,
+    tokenizer: Tokenizer = None,
+    namespace: Namespace = None,
+    tenant: Tenant = "default",
+    json: Json = False,
+) -> None:
+    """Say why a prompt hits or misses: its longest match and the first differing token."""
+    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
+    if asked is None:
+        raise InvalidRequest("give a prompt: --tokens, --tokens-file, --text or --text-file")
+    with opened(directory) as store:
+        space = prompt.choose_namespace(store, namespace, tenant)
+        found = store.explain(store.root(space, tenant), asked)
+    output.show_explanation(found, prompt.decoder(tokenizer), as_json=json)
+
+
+@app.command()
+def evict(
+    directory: Directory,
+    namespace: Namespace = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's pages.")] = None,
+    writer: Annotated[str | None, typer.Option(help="Only what this writer stored.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Only what was stored longer ago: 90s, 10m, 2h, 7d.")
+    ] = None,
+    tokens: Tokens = None,
+    tokens_file: TokensFile = None,
+    text: Text = None,
+    text_file: TextFile = None,
+    tokenizer: Tokenizer = None,
+    everything: Annotated[bool, typer.Option("--all", help="All pages of the store.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without it, a dry run.")] = False,
+    json: Json = False,
+) -> None:
+    """Evict chains by prefix, namespace, tenant, writer or age. A dry run unless --yes is given."""
+    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
+    with opened(directory) as store:
+        root = None
+        if asked is not None:
+            owner = tenant or "default"
+            root = store.root(prompt.choose_namespace(store, namespace, owner), owner)
+        selection = Selection(
+            tenant=tenant,
+            namespace=prompt.namespace_prefix(store, namespace),
+            prefix=asked,
+            root=root,
+            writer=writer,
+            older_than_s=parse_duration(older_than) if older_than is not None else None,
+        )
+        if selection.is_everything and not everything:
+            raise InvalidRequest(
+                "say what to evict: a prompt, --namespace, --tenant, --writer, --older-than, --all"
+            )
+        if selection.is_everything:
+            selection = Selection(older_than_s=-1.0)
+        done = store.evict(selection, dry_run=not yes)
+    output.show_eviction(done, as_json=json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Show a real model answer slowly once, then fast from the cache, also after kill -9."""
+    # A child process: the store knows nothing of engines, and its package need not be complete.
+    import subprocess
+
+    command = [sys.executable, "-m", "kvstore.engine_adapter.demo", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        app()
+    except KVStoreError as exc:
+        typer.echo(f"kvstore: {exc}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

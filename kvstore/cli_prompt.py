@@ -1,0 +1,119 @@
+"""Prompts and namespaces as the command line names them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.store import Store
+
+
+def read(
+    tokens: str | None,
+    tokens_file: Path | None,
+    text: str | None,
+    text_file: Path | None,
+    tokenizer: Path | None,
+) -> list[int] | None:
+    """The one prompt that was given, as token ids; None when there is none."""
+    given = [item for item in (tokens, tokens_file, text, text_file) if item is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequest("give one prompt: --tokens, --tokens-file, --text or --text-file")
+    if tokens is not None:
+        return _numbers(tokens, "--tokens")
+    if tokens_file is not None:
+        return _numbers(_content(tokens_file), str(tokens_file))
+    words = text if text is not None else _content(text_file)
+    if tokenizer is None:
+        raise InvalidRequest("a prompt as text needs --tokenizer PATH (a tokenizer.json)")
+    ids: list[int] = _load_tokenizer(tokenizer).encode(words, add_special_tokens=False).ids
+    return ids
+
+
+def decoder(tokenizer: Path | None) -> Callable[[int], str] | None:
+    """Turns a token id into text, when there is a tokenizer."""
+    if tokenizer is None:
+        return None
+    loaded = _load_tokenizer(tokenizer)
+    return lambda token: repr(loaded.decode([token], skip_special_tokens=False))
+
+
+def namespace_prefix(store: Store, namespace: str | None) -> bytes | None:
+    """The one namespace that begins with these hex digits; None for None."""
+    if namespace is None:
+        return None
+    return bytes.fromhex(_one_namespace(store, namespace, None))
+
+
+def choose_namespace(store: Store, namespace: str | None, tenant: str) -> bytes:
+    """The namespace that was named, or the only one that the tenant has."""
+    return bytes.fromhex(_one_namespace(store, namespace or "", tenant))
+
+
+def _one_namespace(store: Store, digits: str, tenant: str | None) -> str:
+    spaces = {
+        space.namespace
+        for space in store.namespaces()
+        if space.namespace.startswith(digits.lower()) and tenant in (None, space.tenant)
+    }
+    if len(spaces) == 1:
+        return spaces.pop()
+    of_tenant = f" of tenant {tenant}" if tenant is not None else ""
+    if not spaces:
+        named = f" begins with {digits}" if digits else " has pages here"
+        raise InvalidRequest(f"no namespace{of_tenant}{named}; `kvstore ls` shows them")
+    raise InvalidRequest(
+        f"{len(spaces)} namespaces{of_tenant} fit: {', '.join(sorted(spaces)[:5])}; "
+        "name one with --namespace"
+    )
+
+
+def _numbers(content: str, where: str) -> list[int]:
+    content = content.strip()
+    if content.startswith("["):
+        try:
+            values = json.loads(content)
+        except json.JSONDecodeError as exc:
+            raise InvalidRequest(f"{where}: not a JSON list: {exc}") from exc
+        if not all(isinstance(value, int) for value in values):
+            raise InvalidRequest(f"{where}: a flat list of whole numbers is needed")
+        return list(values)
+    parts = [part for part in re.split(r"[\s,]+", content) if part]
+    for part in parts:
+        if not re.fullmatch(r"-?\d{1,19}", part):
+            raise InvalidRequest(f"{where}: {part[:40]!r} is not a token id")
+    return [int(part) for part in parts]
+
+
+def _content(path: Path | None) -> str:
+    assert path is not None
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidRequest(f"{path}: cannot be read: {exc}") from exc
+
+
+def _load_tokenizer(path: Path):  # type: ignore[no-untyped-def] # its package is optional
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as exc:
+        raise InvalidRequest(
+            "--tokenizer needs the package tokenizers: pip install 'kvstore-llm[transformers]'"
+        ) from exc
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidRequest(f"--tokenizer: there is no {file}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as exc:  # the package raises bare Exception for a malformed file
+        raise InvalidRequest(f"--tokenizer: {file}: {exc}") from exc

@@ -1,0 +1,307 @@
+"""The one thread that writes pages to disk: in order, in groups, never in anybody's way.
+
+A queued page is leased, so it can't leave the arena before it is written. A page goes to disk only
+after its parent (or with it, in one group), so what is on disk is always whole chains.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.state import DISK, HOST, NO_PAGE
+from kvstore.tiers.tier import TierError, aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from kvstore.evictor import Evictor
+    from kvstore.state import StoreState
+    from kvstore.tiers.disk_tier import DiskTier
+
+GROUP_BYTES_MAX = 32 * 1024 * 1024
+GROUP_PAGES_MAX = 4096
+GROUP_WAIT_S = 0.010
+IDLE_WAIT_S = 1.0
+# A write that takes longer than this is a disk that hangs: commits then stay in memory only.
+STALL_S = 2.0
+
+_log = logging.getLogger("kvstore.disk")
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Somebody waits for these pages to be on disk."""
+
+    remaining: set[int]
+    failed: set[int] = field(default_factory=set)
+
+
+class DiskWriter:
+    """Queue and thread. All but `run`'s I/O happens under the store's lock."""
+
+    def __init__(self, state: StoreState, disk: DiskTier) -> None:
+        self._state = state
+        self._disk = disk
+        self._evictor: Evictor | None = None
+        self._queue: deque[int] = deque()
+        self._queued: set[int] = set()  # in the queue or being written
+        self._writing: set[int] = set()
+        self._tickets: list[Ticket] = []
+        self._oldest_s = 0.0
+        self._stopping = False
+        self.dirty_bytes = 0
+        self._progress_s = state.clock()
+        self._thread = threading.Thread(target=self._run, name="kvstore-disk-writer", daemon=True)
+
+    def start(self, evictor: Evictor) -> None:
+        self._evictor = evictor
+        self._thread.start()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a write has been going on for so long that nobody should wait for it."""
+        return bool(self._writing) and self._state.clock() - self._progress_s > STALL_S
+
+    def enqueue(self, pages: Iterable[int]) -> int:
+        """Queue pages (parents before children) with those of their ancestors that need it."""
+        if not self._disk.writable or self._stopping or self.stalled:
+            return 0
+        table, index = self._state.index.table, self._state.index
+        taken = 0
+        for page in pages:
+            line = []
+            while page != NO_PAGE and not self._on_disk(page) and page not in self._queued:
+                line.append(page)
+                page = int(table.parent[page])
+            for item in reversed(line):
+                index.lease(item)
+                self._queued.add(item)
+                self._queue.append(item)
+                self.dirty_bytes += int(table.payload_bytes[item])
+            taken += len(line)
+        if taken:
+            if len(self._queue) == taken:
+                self._oldest_s = self._state.clock()
+            self._state.changed.notify_all()
+        return taken
+
+    def ticket(self, pages: Iterable[int]) -> Ticket:
+        """Watch pages and all their ancestors; those not on disk are queued at once."""
+        chain = list(pages)
+        self.enqueue(chain)
+        table = self._state.index.table
+        waiting: set[int] = set()
+        lost: set[int] = set()
+        for page in chain:
+            while page != NO_PAGE and not self._on_disk(page) and page not in waiting:
+                (waiting if page in self._queued else lost).add(page)
+                page = int(table.parent[page])
+        ticket = Ticket(waiting, lost)
+        if waiting:
+            self._tickets.append(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket, deadline: float) -> bool:
+        """True when all of the ticket's pages reached the disk by `deadline` (store's clock)."""
+        state = self._state
+        with state.lock:
+            while ticket.remaining and not state.closed:
+                left = deadline - state.clock()
+                if left <= 0:
+                    break
+                state.changed.wait(left)
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+            return not ticket.remaining and not ticket.failed
+
+    def flush(self, deadline: float) -> bool:
+        """Wait until all that is queued now is on disk."""
+        with self._state.lock:
+            ticket = Ticket(set(self._queued))
+            if ticket.remaining:
+                self._tickets.append(ticket)
+        return self.wait(ticket, deadline)
+
+    def cancel(self, pages: set[int]) -> None:
+        """Take pages that are about to be evicted out of the queue, unless being written now."""
+        going = (pages & self._queued) - self._writing
+        if not going:
+            return
+        self._queue = deque(page for page in self._queue if page not in going)
+        self._finish(going, set())
+
+    def is_writing(self, pages: set[int]) -> bool:
+        """Whether one of these pages is on its way to the disk this moment."""
+        return not self._writing.isdisjoint(pages)
+
+    def stop(self, deadline: float) -> bool:
+        """Flush, then end the thread; False when the disk did not keep up."""
+        done = self.flush(deadline)
+        with self._state.lock:
+            self._stopping = True
+            self._state.changed.notify_all()
+        self._thread.join(max(0.1, deadline - self._state.clock()))
+        return done and not self._thread.is_alive()
+
+    # The thread
+
+    def _run(self) -> None:
+        while True:
+            group = self._next_group()
+            if group is None:
+                return
+            self._progress_s = self._state.clock()
+            if group:
+                self._write_group(group)
+            self._state.free_unused_slots()
+
+    def _next_group(self) -> list[int] | None:
+        """Wait for work; None when stopped, [] when only freed slots wait."""
+        state = self._state
+        with state.lock:
+            while not self._queue:
+                if self._stopping:
+                    return None
+                if state.unused_slots:
+                    return []
+                state.changed.wait(IDLE_WAIT_S)
+            while not self._group_is_due():
+                state.changed.wait(GROUP_WAIT_S)
+            return self._pop_group()
+
+    def _group_is_due(self) -> bool:
+        return (
+            self._stopping
+            or bool(self._tickets)
+            or self.dirty_bytes >= GROUP_BYTES_MAX
+            or len(self._queue) >= GROUP_PAGES_MAX
+            or self._state.clock() - self._oldest_s >= GROUP_WAIT_S
+        )
+
+    def _pop_group(self) -> list[int]:
+        table = self._state.index.table
+        group: list[int] = []
+        size = 0
+        while self._queue and len(group) < GROUP_PAGES_MAX:
+            size += int(table.payload_bytes[self._queue[0]])
+            if group and size > GROUP_BYTES_MAX:
+                break
+            group.append(self._queue.popleft())
+        self._writing.update(group)
+        self._oldest_s = self._state.clock()
+        return group
+
+    def _write_group(self, group: list[int]) -> None:
+        written: dict[int, int] = {}
+        try:
+            slots = self._reserve(group)
+            written = self._write(list(slots), list(slots.values()))
+        except TierError as exc:
+            _log.error("disk tier: write failed, its pages stay in memory only: %s", exc)
+        except Exception:  # our bug; the thread must live on, or every later commit would wait
+            _log.exception("disk tier: write failed, its pages stay in memory only")
+        with self._state.lock:
+            self._publish(group, written)
+
+    def _reserve(self, group: list[int]) -> dict[int, int]:
+        """A disk slot for each page, as far as they go."""
+        index = self._state.index
+        with self._state.lock:
+            wants: dict[tuple[int, int], list[int]] = {}
+            for page in group:
+                metadata = len(index.tokens_of(page)) + len(index.extras_of(page))
+                shape = int(index.table.payload_bytes[page]), aligned(metadata)
+                wants.setdefault(shape, []).append(page)
+        slots: dict[int, int] = {}
+        for (payload_bytes, metadata_bytes), pages in wants.items():
+            got = self._reserve_alike(payload_bytes, metadata_bytes, len(pages))
+            slots.update(zip(pages, got, strict=False))
+        return {page: slots[page] for page in group if page in slots}
+
+    def _reserve_alike(self, payload_bytes: int, metadata_bytes: int, count: int) -> list[int]:
+        assert self._evictor is not None
+        slot_bytes = self._disk.slot_bytes(payload_bytes, metadata_bytes)
+        slots: list[int] = self._disk.reserve("", payload_bytes, count, metadata_bytes)
+        while len(slots) < count:
+            wanted = count - len(slots)
+            with self._state.lock:
+                evicted = self._evictor.make_room_disk(slot_bytes, wanted)
+            self._state.free_unused_slots()
+            more = self._disk.reserve("", payload_bytes, wanted, metadata_bytes)
+            if evicted == 0 and not more:
+                break
+            slots += more
+        return slots
+
+    def _write(self, pages: list[int], slots: list[int]) -> dict[int, int]:
+        """Write pages into slots; those that are now durable, with their slots."""
+        host = self._state.host
+        if not pages or host is None:
+            return {}
+        with self._state.lock:
+            table = self._state.index.table
+            records = [self._state.record(page) for page in pages]
+            payloads = [
+                host.view(int(table.slot[HOST][page]), aligned(record.payload_bytes))
+                for page, record in zip(pages, records, strict=True)
+            ]
+        kept = self._disk.write_many(slots, records, payloads)
+        failed = [slot for slot, ok in zip(slots, kept, strict=True) if not ok]
+        if failed:
+            self._disk.free_many(failed)
+        return {page: slot for page, slot, ok in zip(pages, slots, kept, strict=True) if ok}
+
+    def _publish(self, group: list[int], written: dict[int, int]) -> None:
+        """Tell the index; a page whose parent did not make it is given up again."""
+        state, table = self._state, self._state.index.table
+        done: list[int] = []
+        arrived: set[int] = set()
+        for page in group:
+            if page not in written:
+                continue
+            parent = int(table.parent[page])
+            if parent == NO_PAGE or parent in arrived or self._on_disk(parent):
+                done.append(page)
+                arrived.add(page)
+            else:
+                state.unused_slots.append(written[page])
+        if done:
+            pages = np.array(done, dtype=np.int32)
+            slots = np.array([written[page] for page in done], dtype=np.int64)
+            state.index.set_tier(pages, DISK, slots)
+        state.counters.disk_pages_written += len(done)
+        state.counters.disk_write_failures += len(group) - len(done)
+        state.unwritten.difference_update(arrived)
+        state.unwritten.update(set(group) - arrived)
+        self._writing.difference_update(group)
+        self._finish(set(group), arrived)
+
+    def _finish(self, pages: set[int], arrived: set[int]) -> None:
+        state, table = self._state, self._state.index.table
+        for page in pages:
+            self._queued.discard(page)
+            self.dirty_bytes -= int(table.payload_bytes[page])
+            state.index.unlease(page)
+        for ticket in self._tickets:
+            ticket.failed |= (ticket.remaining & pages) - arrived
+            ticket.remaining -= pages
+        state.retry_condemned()
+        state.changed.notify_all()
+
+    def _on_disk(self, page: int) -> bool:
+        return bool((self._state.index.table.state[page] >> DISK) & 1)
+
+    def demote(self, pages: NDArray[np.int32]) -> int:
+        """Queue pages that would otherwise be lost on leaving the arena; how many it took."""
+        room = self._state.config.dirty_bytes_max - self.dirty_bytes
+        table = self._state.index.table
+        fits = np.cumsum(table.payload_bytes[pages].astype(np.int64)) <= room
+        return self.enqueue(pages[fits].tolist())

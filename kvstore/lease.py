@@ -1,0 +1,122 @@
+"""A match: the longest stored chain of a prompt, leased from the look-up on.
+
+While a match is held none of its pages moves or vanishes. Its views are windows on the arena; they
+are valid until release().
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.request import checked_deadline
+from kvstore.state import DISK, HOST, TIER_NAMES
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from kvstore.session import Session
+
+
+class Match:
+    """What Session.match() found. Release it, or use it in a `with` statement."""
+
+    def __init__(self, session: Session, page_ids: NDArray[np.int32]) -> None:
+        self._session = session
+        self._state = session.state
+        self._page_ids = page_ids
+        self._leased = int(page_ids[-1]) if len(page_ids) else -1
+
+    @property
+    def pages(self) -> int:
+        """Length of the chain in pages."""
+        return len(self._page_ids)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the chain in tokens."""
+        return len(self._page_ids) * self._session.spec.page_tokens
+
+    @property
+    def tiers(self) -> list[str]:
+        """The fastest tier of each page now: "host" or "disk"."""
+        with self._state.lock:
+            here = self._state.in_tier(self._page_ids, HOST)
+        return [TIER_NAMES[HOST if there else DISK] for there in here.tolist()]
+
+    @property
+    def host_pages(self) -> int:
+        """How many leading pages are in the arena now."""
+        with self._state.lock:
+            return self._count_host()
+
+    def stage(self, deadline_s: float | None = None) -> int:
+        """Bring the chain's pages into the arena; how many leading pages are there now.
+
+        Returns as soon as all are there, when one turned out to be damaged or unreadable, or after
+        `deadline_s` seconds (StoreConfig.stage_deadline_s unless given), whichever comes first.
+        Reads that have begun go on in the background.
+        """
+        state = self._state
+        wait_s = state.config.stage_deadline_s if deadline_s is None else deadline_s
+        deadline = state.clock() + checked_deadline(wait_s)
+        with state.lock:
+            state.require_open()
+            if self._leased < 0:
+                return 0
+            missing = self._page_ids[~state.in_tier(self._page_ids, HOST)]
+        if len(missing) and self._session.stager is not None:
+            self._session.stager.stage(missing.tolist(), deadline)
+        with state.lock:
+            return self._count_host()
+
+    def views(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
+        """Read-only bytes of pages [start, stop), `spec.page_bytes` each; stage() them first."""
+        state = self._state
+        with state.lock:
+            state.require_open()
+            there = self._count_host()
+            stop = there if stop is None else stop
+            if not 0 <= start <= stop <= there:
+                raise InvalidRequest(
+                    f"views [{start}, {stop}) of a match with {there} pages in memory"
+                )
+            slots = state.index.table.slot[HOST][self._page_ids[start:stop]].tolist()
+        if state.host is None:
+            return []
+        size = self._session.spec.page_bytes
+        return [state.host.readonly_view(slot, size) for slot in slots]
+
+    def release(self) -> None:
+        """End the lease; doing it again does nothing."""
+        state = self._state
+        with state.lock:
+            if self._leased < 0:
+                return
+            leased, self._leased = self._leased, -1
+            self._page_ids = self._page_ids[:0]
+            if not state.closed:
+                state.index.unlease(leased)
+                state.retry_condemned()
+                state.changed.notify_all()
+        self._session.forget(self)
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _count_host(self) -> int:
+        pages = self._state.cut_condemned(self._page_ids)
+        here = self._state.in_tier(pages, HOST)
+        return len(here) if here.all() else int(np.argmin(here))

@@ -1,0 +1,210 @@
+"""Eviction on somebody's word: by prefix, tenant, namespace, writer or age.
+
+What is chosen goes with all below it, from every tier, and its slots on disk are wiped. Pages that
+somebody reads or writes right now stay, and so do pinned ones unless asked otherwise; their
+ancestors stay with them. All is counted in the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.prefix_index.page_table import HELD
+from kvstore.request import checked_tokens
+from kvstore.state import NO_PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from kvstore.disk_writer import DiskWriter
+    from kvstore.request import Tokens
+    from kvstore.state import StoreState
+
+# Pages removed while the lock is held once: look-ups go on in between.
+STEP_PAGES = 2000
+WRITE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which pages are meant: those for which every field that is set holds."""
+
+    tenant: str | None = None
+    namespace: bytes | None = None  # 16 bytes, or a prefix of them
+    prefix: Tokens | None = None  # pages of prompts that begin with these tokens
+    root: bytes | None = None
+    writer: str | None = None
+    unused_for_s: float | None = None  # not asked for in so many seconds
+    older_than_s: float | None = None  # stored more than so many seconds ago
+
+    @property
+    def is_everything(self) -> bool:
+        return all(getattr(self, name) is None for name in self.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What went, or would go in a dry run."""
+
+    chains: int  # ends of chains among the pages
+    pages: int
+    payload_bytes: int
+    kept_leased: int  # chosen, but being read or written now, or above such a page
+    kept_pinned: int
+    dry_run: bool
+
+
+def select(state: StoreState, selection: Selection) -> NDArray[np.int32]:
+    """Pages that a selection names, each with all below it; parents before children."""
+    state.require_open()
+    if selection.prefix is not None:
+        chosen = _by_prefix(state, selection)
+    else:
+        chosen = _by_columns(state, selection)
+    seen: dict[int, None] = {}
+    for page in chosen:
+        if page not in seen:
+            seen.update(dict.fromkeys(state.index.subtree(page).tolist()))
+    pages = np.fromiter(seen, dtype=np.int32, count=len(seen))
+    return pages[np.argsort(state.index.table.depth[pages], kind="stable")]
+
+
+def evict(
+    state: StoreState,
+    writer: DiskWriter | None,
+    selection: Selection,
+    *,
+    dry_run: bool,
+    include_pinned: bool = False,
+) -> Eviction:
+    """Remove what `selection` names; see the module's docstring for what stays."""
+    with state.lock:
+        pages = select(state, selection)
+        if writer is not None and not dry_run:
+            _leave_queue(state, writer, pages)
+        going, kept_leased, kept_pinned = _removable(state, pages, include_pinned)
+        going_set = set(going.tolist())
+        chains = sum(
+            1
+            for page in going.tolist()
+            if not any(int(child) in going_set for child in state.index.children(page))
+        )
+        size = int(state.index.table.payload_bytes[going].sum())
+        sequences = state.index.table.sequence[going].copy()
+    report = Eviction(chains, len(going), size, kept_leased, kept_pinned, dry_run)
+    if dry_run:
+        return report
+    order = going[::-1]  # deepest first
+    left = 0
+    for start in range(0, len(order), STEP_PAGES):
+        step = slice(start, start + STEP_PAGES)
+        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned)
+    state.free_wiped_slots()
+    if left:
+        return Eviction(chains, len(going) - left, size, kept_leased + left, kept_pinned, False)
+    return report
+
+
+def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
+    assert selection.prefix is not None
+    if selection.root is None or selection.root not in state.trees:
+        raise InvalidRequest("a prefix needs the namespace and tenant that it belongs to")
+    tokens = checked_tokens(selection.prefix)
+    page_bytes = 4 * state.trees[selection.root].page_tokens
+    whole = len(tokens) // page_bytes
+    found = state.index.match(selection.root, tokens, None)
+    if len(found) < whole:
+        return []
+    rest = tokens[whole * page_bytes :]
+    last = int(found[-1]) if whole else NO_PAGE
+    if not rest:
+        return [last] if whole else state.root_pages(selection.root)
+    below = state.index.children(last) if whole else state.root_pages(selection.root)
+    return [page for page in below if state.index.tokens_of(page).startswith(rest)]
+
+
+def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
+    table = state.index.table
+    pages: list[int] = []
+    for root, info in state.trees.items():
+        if selection.root is not None and root != selection.root:
+            continue
+        if selection.tenant is not None and info.tenant != selection.tenant:
+            continue
+        namespace = selection.namespace
+        if namespace is not None and not info.namespace.startswith(namespace):
+            continue
+        for top in state.root_pages(root):
+            pages.extend(state.index.subtree(top).tolist())
+    chosen = np.array(pages, dtype=np.int32)
+    if selection.writer is not None:
+        names = np.array([name == selection.writer for name in state.writers])
+        chosen = chosen[names[table.writer[chosen]]]
+    if selection.unused_for_s is not None:
+        chosen = chosen[table.last_use[chosen] < state.clock() - selection.unused_for_s]
+    if selection.older_than_s is not None:
+        chosen = chosen[table.created[chosen] < state.wall_clock() - selection.older_than_s]
+    out: list[int] = chosen.tolist()
+    return out
+
+
+def _leave_queue(state: StoreState, writer: DiskWriter, pages: NDArray[np.int32]) -> None:
+    """Stop writing what is about to go; wait for what is on its way to the disk this moment."""
+    going = set(pages.tolist())
+    writer.cancel(going)
+    deadline = state.clock() + WRITE_WAIT_S
+    while writer.is_writing(going) and state.clock() < deadline:
+        state.changed.wait(0.05)
+
+
+def _removable(
+    state: StoreState, pages: NDArray[np.int32], include_pinned: bool
+) -> tuple[NDArray[np.int32], int, int]:
+    """Pages that may go now, parents first, and how many stay for a lease or for a pin."""
+    table = state.index.table
+    held: dict[int, bool] = {}  # page -> True if for a pin
+    for page in pages[table.state[pages] & HELD != 0].tolist():
+        if state.is_leased(page):
+            _mark_line(table.parent, page, False, held)
+        elif not include_pinned and state.is_pinned(page):
+            _mark_line(table.parent, page, True, held)
+    mask = np.array([page not in held for page in pages.tolist()], dtype=np.bool_)
+    kept = [held[page] for page in pages[~mask].tolist()] if len(pages) else []
+    return pages[mask] if len(pages) else pages, kept.count(False), kept.count(True)
+
+
+def _mark_line(parent: NDArray[np.int32], page: int, pinned: bool, held: dict[int, bool]) -> None:
+    while page != NO_PAGE and page not in held:
+        held[page] = pinned
+        page = int(parent[page])
+
+
+def _remove_step(
+    state: StoreState,
+    pages: NDArray[np.int32],
+    sequences: NDArray[np.uint64],
+    include_pinned: bool,
+) -> int:
+    """Remove pages (deepest first) that are still what they were; how many stayed after all."""
+    with state.lock:
+        state.require_open()
+        table = state.index.table
+        going = []
+        removed: set[int] = set()
+        for page, sequence in zip(pages.tolist(), sequences.tolist(), strict=True):
+            if not state.index.table.is_live(page) or int(table.sequence[page]) != sequence:
+                continue
+            held = state.is_leased(page)
+            held |= not include_pinned and state.is_pinned(page)
+            if held or any(int(child) not in removed for child in state.index.children(page)):
+                continue
+            going.append(page)
+            removed.add(page)
+        state.remove_pages(np.array(going, dtype=np.int32), wipe=True)
+    return len(pages) - len(going)

@@ -1,0 +1,64 @@
+"""What callers hand in, checked once at the door: tokens, extras, waits.
+
+Everything behind this module may rely on int32 tokens in [0, 2^31) and bounded bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvstore.errors import InvalidRequest
+from kvstore.prefix_index.page_key import TOKEN_BYTES, page_extras, token_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+Tokens: TypeAlias = "NDArray[np.integer] | Sequence[int] | bytes"
+Extras: TypeAlias = "Mapping[int, bytes]"
+
+TOKENS_MAX = 16 * 1024 * 1024  # of one prompt
+EXTRAS_BYTES_MAX = 1024  # of one page: digests and offsets, not content
+
+
+def checked_tokens(tokens: Tokens) -> bytes:
+    """Token ids as int32 little-endian bytes; raises InvalidRequest for anything else.
+
+    tokens: a flat array or sequence of integers in [0, 2^31), or such bytes already.
+    """
+    try:
+        packed = token_bytes(tokens)
+    except ValueError as exc:
+        raise InvalidRequest(f"tokens: {exc}") from exc
+    if len(packed) > TOKENS_MAX * TOKEN_BYTES:
+        raise InvalidRequest(
+            f"tokens: {len(packed) // TOKEN_BYTES} given, {TOKENS_MAX} is the limit"
+        )
+    return packed
+
+
+def checked_extras(extras: Extras | None) -> dict[int, bytes]:
+    """Extras by page index, without empty ones; raises InvalidRequest."""
+    if not extras:
+        return {}
+    for page, value in extras.items():
+        if not isinstance(page, int) or not isinstance(value, bytes):
+            raise InvalidRequest(f"extras[{page!r}]: bytes under an int page index are needed")
+        if len(value) > EXTRAS_BYTES_MAX:
+            raise InvalidRequest(
+                f"extras[{page}]: {len(value)} bytes, {EXTRAS_BYTES_MAX} a page is the limit; "
+                "give a digest of larger content"
+            )
+    try:
+        return dict(page_extras(extras))
+    except ValueError as exc:
+        raise InvalidRequest(f"extras: {exc}") from exc
+
+
+def checked_deadline(deadline_s: float) -> float:
+    """A wait in seconds, finite and >= 0; raises InvalidRequest."""
+    if not 0 <= deadline_s < float("inf"):
+        raise InvalidRequest(f"deadline_s is {deadline_s}; a finite number >= 0 is needed")
+    return float(deadline_s)

@@ -1,0 +1,165 @@
+"""A reservation: slots being written, invisible until committed.
+
+A run of pages starts under a visible page, which stays leased, or at the start of a prompt. Its
+pages become visible together, and only after their bytes have been checksummed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest
+from kvstore.request import checked_deadline
+from kvstore.state import HOST, NO_PAGE
+from kvstore.tiers.checksum import checksum
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from kvstore.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The pages of a reservation: where they start and what names them."""
+
+    start: int  # page index of the first one
+    parent: int  # page id, NO_PAGE at the start of a prompt
+    tokens: bytes  # int32 little-endian, whole pages
+    extras: dict[int, bytes]  # by position in the run
+    keys: bytes  # 16 a page
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What commit() did."""
+
+    pages: int  # visible now
+    durable: bool  # they and all their ancestors are on disk
+    reason: str = ""  # why fewer, or why not durable
+
+
+class Reservation:
+    """What Session.reserve() gave. Fill its views, then commit; leaving without a commit aborts."""
+
+    def __init__(self, session: Session, run: Run, reason: str) -> None:
+        self._session = session
+        self._state = session.state
+        self._run = run
+        self._open = bool(run.slots)
+        self.reason = reason
+
+    @property
+    def start(self) -> int:
+        """Page index of the first page to write; all before it are stored already."""
+        return self._run.start
+
+    @property
+    def count(self) -> int:
+        """How many pages to write; 0 with a `reason` when there is nothing to do."""
+        return len(self._run.slots)
+
+    def views(self) -> list[memoryview]:
+        """Writable bytes, `spec.page_bytes` a page. Don't touch them after commit or abort."""
+        self._state.require_open()
+        if not self._open or self._state.host is None:
+            return []
+        size = self._session.spec.page_bytes
+        return [self._state.host.view(slot, size) for slot in self._run.slots]
+
+    def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
+        """Publish the pages. With `durable`, wait until they and their ancestors are on disk.
+
+        Raises InvalidRequest when there is nothing left to commit.
+        """
+        state = self._state
+        deadline = state.clock() + checked_deadline(deadline_s)
+        state.require_open()
+        if not self._open:
+            raise InvalidRequest("this reservation is empty, committed or aborted already")
+        assert state.host is not None
+        sums = b"".join(checksum(view) for view in self.views())
+        checksums = np.frombuffer(sums, dtype=np.uint64).reshape(-1, 2)
+        writer, ticket = self._session.disk_writer, None
+        with state.lock:
+            state.require_open()
+            self._open = False
+            pages = self._publish(checksums)
+            queued = writer.enqueue(pages.tolist()) if writer is not None else 0
+            if writer is not None and not queued:
+                state.unwritten.update(pages.tolist())
+            if durable and writer is not None:
+                ticket = writer.ticket([int(pages[-1])])
+            self._settle()
+        if ticket is None or writer is None:
+            reason = "this store has no disk tier" if durable else ""
+            return Commit(len(pages), durable=False, reason=reason)
+        if writer.wait(ticket, deadline):
+            return Commit(len(pages), durable=True)
+        reason = "the deadline passed" if ticket.remaining else "the disk tier failed or is full"
+        return Commit(len(pages), durable=False, reason=f"{reason} ({queued} pages were queued)")
+
+    def abort(self) -> None:
+        """Give the slots back; nothing was ever visible. Doing it again does nothing."""
+        state = self._state
+        with state.lock:
+            if not self._open or state.closed:
+                return
+            self._open = False
+            if state.host is not None:
+                state.host.free_many(list(self._run.slots))
+            self._settle()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def _publish(self, checksums: NDArray[np.uint64]) -> NDArray[np.int32]:
+        state, run, count = self._state, self._run, len(self._run.slots)
+        assert state.host is not None
+        first = state.take_sequences(count)
+        state.trees.setdefault(self._session.root, self._session.tree)
+        slots = list(run.slots)
+        state.host.publish_many(slots)
+        pages = state.index.insert(
+            self._session.root,
+            self._session.spec.page_tokens,
+            run.parent,
+            run.tokens,
+            run.extras,
+            run.keys,
+            np.arange(first, first + count, dtype=np.uint64),
+            self._session.spec.page_bytes,
+            checksums,
+            state.clock(),
+            self._session.writer_id,
+        )
+        state.index.set_tier(pages, HOST, np.array(slots, dtype=np.int64))
+        state.index.table.created[pages] = int(state.wall_clock())
+        state.counters.pages_committed += count
+        return pages
+
+    def _settle(self) -> None:
+        """Forget what was pending and let the parent go. The lock is held."""
+        state = self._state
+        for position in range(len(self._run.slots)):
+            key = self._run.keys[16 * position : 16 * position + 16]
+            state.pending.pop((self._session.root, key), None)
+        if self._run.parent != NO_PAGE:
+            state.index.unlease(self._run.parent)
+        state.retry_condemned()
+        state.changed.notify_all()
+        self._session.forget(self)

@@ -1,0 +1,250 @@
+"""One client's connection to an open store: a spec, a tenant, a salt, a writer's name.
+
+All calls are safe to make from several threads. Its leases and reservations end with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.lease import Match
+from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
+from kvstore.request import checked_deadline, checked_extras, checked_tokens
+from kvstore.reservation import Reservation, Run
+from kvstore.state import NO_PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from kvstore.disk_writer import DiskWriter
+    from kvstore.evictor import Evictor
+    from kvstore.request import Extras, Tokens
+    from kvstore.spec import CacheSpec
+    from kvstore.stager import Stager
+    from kvstore.state import StoreState, TreeInfo
+
+KEY_BYTES = 16
+# How often a reservation that found no room looks again: memory may be populated by now, which
+# nobody announces.
+POLL_S = 0.02
+
+
+class Session:
+    """Made by Store.session(). Close it, or close the store, to give everything back."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        spec: CacheSpec,
+        tree: TreeInfo,
+        writer: str,
+        *,
+        evictor: Evictor,
+        stager: Stager | None,
+        disk_writer: DiskWriter | None,
+    ) -> None:
+        self.state = state
+        self.spec = spec
+        self.root = tree.root
+        self.tenant = tree.tenant
+        self.stager = stager
+        self.disk_writer = disk_writer
+        self.tree = tree
+        self._evictor = evictor
+        self._held: set[Match | Reservation] = set()
+        with state.lock:
+            self.writer_id = state.writer_id(writer)
+
+    def match(self, tokens: Tokens, extras: Extras | None = None) -> Match:
+        """Find the longest stored chain of a prompt and lease it, in one step.
+
+        tokens: int32 ids, shape [n], as an array, a sequence or little-endian bytes. extras: bytes
+        that also decide a page's KV, by page index. Raises InvalidRequest for malformed input.
+        """
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        state = self.state
+        with state.lock:
+            state.require_open()
+            now = state.clock()
+            pages = state.index.match(self.root, values, more)
+            pages = state.cut_condemned(pages)
+            counters = state.counters
+            counters.lookups += 1
+            counters.lookup_tokens += len(values) // TOKEN_BYTES
+            if len(pages):
+                state.index.lease(int(pages[-1]))
+                state.index.touch(pages, now)
+                counters.lookup_hits += 1
+                counters.hit_tokens += len(pages) * self.spec.page_tokens
+            found = Match(self, pages)
+            self._held.add(found)
+        return found
+
+    def reserve(
+        self, tokens: Tokens, extras: Extras | None = None, *, deadline_s: float = 0.25
+    ) -> Reservation:
+        """Slots for the pages of this prompt that nobody has stored or is storing.
+
+        The run starts after the longest stored chain. It is empty, with a reason, when all is
+        "present", when another writer has the next page ("in progress"), when no room could be made
+        within `deadline_s` seconds ("full"), or while the store is still reading its catalog
+        ("warming up"); it is shorter than asked, with a reason, when room ran out.
+        """
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        wait_s = checked_deadline(deadline_s)
+        page_tokens = self.spec.page_tokens
+        total = len(values) // (TOKEN_BYTES * page_tokens)
+        values = values[: total * TOKEN_BYTES * page_tokens]
+        keys = page_keys(self.root, values, page_tokens, more)
+        state = self.state
+        with state.lock:
+            state.require_open()
+            deadline = state.clock() + wait_s
+            while True:
+                made = self._try_reserve(values, more, keys, total)
+                left = deadline - state.clock()
+                if made.count or made.reason not in ("full", "disk behind") or left <= 0:
+                    break
+                state.changed.wait(min(left, POLL_S))
+                state.require_open()
+            if made.count:
+                self._held.add(made)
+            elif made.reason not in ("present", "in progress"):
+                state.counters.reservations_refused += 1
+            return made
+
+    def flush(self, deadline_s: float = 10.0) -> bool:
+        """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
+        self.state.require_open()
+        if self.disk_writer is None:
+            return False
+        return self.disk_writer.flush(self.state.clock() + checked_deadline(deadline_s))
+
+    def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
+        """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has.
+
+        Pins end with the store. Pinning again replaces the time.
+        """
+        ttl = checked_deadline(ttl_s)
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        with self.state.lock:
+            self.state.require_open()
+            pages = self.state.index.match(self.root, values, more)
+            pages = self.state.cut_condemned(pages)
+            if len(pages):
+                self.state.index.pin(int(pages[-1]), self.state.clock() + ttl)
+            return len(pages)
+
+    def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
+        """Take back every pin on the stored chain of this prompt; how many pages it has."""
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        with self.state.lock:
+            self.state.require_open()
+            pages = self.state.index.match(self.root, values, more)
+            for page in pages.tolist():
+                self.state.index.unpin(page)
+            return len(pages)
+
+    def close(self) -> None:
+        """Release all matches, abort all reservations."""
+        with self.state.lock:
+            held = list(self._held)
+        for item in held:
+            if isinstance(item, Match):
+                item.release()
+            else:
+                item.abort()
+
+    def forget(self, item: Match | Reservation) -> None:
+        """A match or reservation has ended."""
+        with self.state.lock:
+            self._held.discard(item)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _try_reserve(
+        self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int
+    ) -> Reservation:
+        """One attempt; the lock is held."""
+        state = self.state
+        page_bytes = TOKEN_BYTES * self.spec.page_tokens
+        if not state.warm:
+            return self._nothing(0, "warming up")
+        found = state.index.match(self.root, tokens, extras)
+        start = len(found)
+        if start >= total:
+            return self._nothing(start, "present")
+        if state.condemned and len(state.cut_condemned(found)) < start:
+            return self._nothing(start, "in progress")
+        stop = self._free_until(keys, start, total)
+        if stop == start:
+            return self._nothing(start, "in progress")
+        behind = self._disk_behind(stop - start)
+        if behind:
+            return self._nothing(start, behind)
+        parent = int(found[-1]) if start else NO_PAGE
+        if parent != NO_PAGE:
+            state.index.lease(parent)
+        slots = self._take_slots(stop - start)
+        if not slots:
+            if parent != NO_PAGE:
+                state.index.unlease(parent)
+            return self._nothing(start, "full")
+        reason = "full" if len(slots) < stop - start else ("in progress" if stop < total else "")
+        stop = start + len(slots)
+        run = Run(
+            start=start,
+            parent=parent,
+            tokens=tokens[start * page_bytes : stop * page_bytes],
+            extras={page - start: extras[page] for page in extras if start <= page < stop},
+            keys=keys[start * KEY_BYTES : stop * KEY_BYTES],
+            slots=tuple(slots),
+        )
+        for key in _split(run.keys):
+            state.pending[self.root, key] = self.writer_id
+        return Reservation(self, run, reason)
+
+    def _nothing(self, start: int, reason: str) -> Reservation:
+        return Reservation(self, Run(start, NO_PAGE, b"", {}, b"", ()), reason)
+
+    def _free_until(self, keys: bytes, start: int, total: int) -> int:
+        """The first page from `start` on that another reservation is writing."""
+        for page in range(start, total):
+            key = keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
+            if (self.root, key) in self.state.pending:
+                return page
+        return total
+
+    def _disk_behind(self, pages: int) -> str:
+        """A reason to wait when more is queued for the disk than may be lost with this process."""
+        writer = self.disk_writer
+        if writer is None or writer.dirty_bytes == 0 or writer.stalled:
+            return ""
+        wanted = writer.dirty_bytes + pages * self.spec.page_bytes
+        return "disk behind" if wanted > self.state.config.dirty_bytes_max else ""
+
+    def _take_slots(self, count: int) -> list[int]:
+        state, size = self.state, self.spec.page_bytes
+        if state.host is None:
+            return []
+        slots = state.host.reserve(self.tenant, size, count)
+        while len(slots) < count:
+            wanted = count - len(slots)
+            if self._evictor.make_room_host(self.tenant, size, wanted) == 0:
+                break
+            slots += state.host.reserve(self.tenant, size, wanted)
+        return slots
+
+
+def _split(keys: bytes) -> Iterable[bytes]:
+    return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))

@@ -1,0 +1,234 @@
+"""Brings pages from disk into the arena: in the background, once for all who ask, verified.
+
+Every page being staged is leased by its entry. A page whose bytes fail their check is dropped with
+all below it: those can't be reached without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.state import DISK, HOST
+from kvstore.tiers.tier import ReadStatus, TierError, aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.evictor import Evictor
+    from kvstore.state import StoreState
+    from kvstore.tiers.disk_tier import DiskTier
+    from kvstore.tiers.host_tier import HostTier
+    from kvstore.tiers.tier import PageRecord
+
+GROUP_BYTES_MAX = 32 * 1024 * 1024
+GROUP_PAGES_MAX = 1024
+# After so many failed reads in a row the disk is left alone for a while: its pages are misses.
+BREAKER_ERRORS = 3
+BREAKER_PAUSE_S = 1.0
+POPULATE_POLL_S = 0.02  # memory of the arena may still be on its way
+
+_log = logging.getLogger("kvstore.disk")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    page: int
+    waiters: int = 0
+    started: bool = False
+    done: bool = False
+
+
+class Stager:
+    """Queue and thread. All but the reads happens under the store's lock."""
+
+    def __init__(self, state: StoreState, disk: DiskTier, host: HostTier, evictor: Evictor) -> None:
+        self._state = state
+        self._disk = disk
+        self._host = host
+        self._evictor = evictor
+        self._queue: deque[_Entry] = deque()
+        self._entries: dict[int, _Entry] = {}
+        self._stopping = False
+        self._errors_in_row = 0
+        self._paused_until_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvstore-stager", daemon=True)
+        self._thread.start()
+
+    @property
+    def open_breaker(self) -> bool:
+        return self._state.clock() < self._paused_until_s
+
+    def stage(self, pages: Sequence[int], deadline: float) -> None:
+        """Wait until pages (all leased by the caller, in chain order) are in the arena, or failed,
+        or `deadline` (store's clock) has passed. Look at the index for what became of them."""
+        state = self._state
+        with state.lock:
+            if self.open_breaker:
+                return
+            entries = [self._join(page) for page in pages]
+            while not state.closed and any(not entry.done for entry in entries):
+                left = deadline - state.clock()
+                if left <= 0:
+                    state.counters.stage_timeouts += 1
+                    break
+                state.changed.wait(left)
+            for entry in entries:
+                entry.waiters -= 1
+
+    def stop(self, deadline: float) -> bool:
+        """End the thread; False when a read still hangs."""
+        with self._state.lock:
+            self._stopping = True
+            self._state.changed.notify_all()
+        self._thread.join(max(0.1, deadline - self._state.clock()))
+        return not self._thread.is_alive()
+
+    def _join(self, page: int) -> _Entry:
+        entry = self._entries.get(page)
+        if entry is None:
+            entry = _Entry(page)
+            self._entries[page] = entry
+            self._queue.append(entry)
+            self._state.index.lease(page)
+            self._state.changed.notify_all()
+        else:
+            self._state.counters.stage_joined += 1
+        entry.waiters += 1
+        return entry
+
+    # The thread
+
+    def _run(self) -> None:
+        state = self._state
+        while True:
+            with state.lock:
+                while not self._queue and not self._stopping:
+                    state.changed.wait(1.0)
+                if self._stopping:
+                    self._finish(list(self._queue))
+                    self._queue.clear()
+                    return
+                entries = self._pop_group()
+                slots = self._reserve(entries)
+                records = [state.record(entry.page) for entry in entries]
+                places = [int(state.index.table.slot[DISK][entry.page]) for entry in entries]
+            self._read_group(entries, slots, records, places)
+
+    def _pop_group(self) -> list[_Entry]:
+        """The next entries somebody still waits for; the others are given up."""
+        table = self._state.index.table
+        group: list[_Entry] = []
+        size = 0
+        while self._queue and len(group) < GROUP_PAGES_MAX and size < GROUP_BYTES_MAX:
+            entry = self._queue.popleft()
+            if entry.waiters <= 0 or self.open_breaker:
+                self._finish([entry])
+                continue
+            size += int(table.payload_bytes[entry.page])
+            entry.started = True
+            group.append(entry)
+        return group
+
+    def _reserve(self, entries: list[_Entry]) -> list[int]:
+        """An arena slot for each entry, in order; entries without one are given up."""
+        state = self._state
+        slots: list[int] = []
+        for entry in entries:
+            info = state.trees[state.index.root_of(entry.page)]
+            got = self._host.reserve(info.tenant, info.page_bytes, 1)
+            while not got:
+                wanted = len(entries) - len(slots)
+                if not self._evictor.make_room_host(info.tenant, info.page_bytes, wanted):
+                    if self._host.wait_populated(0.0) or self._stopping:
+                        break
+                    state.changed.wait(POPULATE_POLL_S)
+                got = self._host.reserve(info.tenant, info.page_bytes, 1)
+            if not got:
+                break
+            slots += got
+        self._finish(entries[len(slots) :])
+        del entries[len(slots) :]
+        return slots
+
+    def _read_group(
+        self,
+        entries: list[_Entry],
+        slots: list[int],
+        records: list[PageRecord],
+        places: list[int],
+    ) -> None:
+        if not entries:
+            return
+        buffers = [
+            self._host.view(slot, aligned(record.payload_bytes))
+            for slot, record in zip(slots, records, strict=True)
+        ]
+        try:
+            statuses = self._disk.read_many(places, records, buffers)
+        except TierError as exc:
+            _log.warning("disk tier: read failed: %s", exc)
+            statuses = [ReadStatus.ERROR] * len(entries)
+        except Exception:  # our bug; the thread must live on, or every later stage would wait
+            _log.exception("disk tier: read failed")
+            statuses = [ReadStatus.ERROR] * len(entries)
+        del buffers
+        with self._state.lock:
+            self._publish(entries, slots, statuses)
+
+    def _publish(self, entries: list[_Entry], slots: list[int], statuses: list[ReadStatus]) -> None:
+        state = self._state
+        state.counters.disk_reads += len(entries)
+        good = [i for i, status in enumerate(statuses) if status is ReadStatus.OK]
+        if good:
+            self._host.publish_many([slots[i] for i in good])
+            pages = np.array([entries[i].page for i in good], dtype=np.int32)
+            state.index.set_tier(pages, HOST, np.array([slots[i] for i in good], dtype=np.int64))
+            state.counters.pages_staged += len(good)
+        bad = [slots[i] for i, status in enumerate(statuses) if status is not ReadStatus.OK]
+        if bad:
+            self._host.free_many(bad)
+        self._finish(entries)
+        for entry, status in zip(entries, statuses, strict=True):
+            self._account(entry.page, status)
+        state.changed.notify_all()
+
+    def _account(self, page: int, status: ReadStatus) -> None:
+        counters = self._state.counters
+        if status is ReadStatus.ERROR:
+            counters.disk_read_errors += 1
+            self._errors_in_row += 1
+            if self._errors_in_row >= BREAKER_ERRORS and not self.open_breaker:
+                self._paused_until_s = self._state.clock() + BREAKER_PAUSE_S
+                _log.warning(
+                    "disk tier: %d reads failed in a row; its pages are misses for %g s",
+                    self._errors_in_row,
+                    BREAKER_PAUSE_S,
+                )
+            return
+        self._errors_in_row = 0
+        if status is ReadStatus.OK:
+            return
+        if status is ReadStatus.CORRUPT:
+            counters.corrupt_pages += 1
+        else:
+            counters.stale_pages += 1
+        # An earlier page of the group may have taken this one along.
+        if self._state.index.table.is_live(page) and page not in self._state.condemned:
+            _log.warning(
+                "disk tier: page %d is %s; dropped with all below it", page, status.name.lower()
+            )
+            self._state.drop_subtree(page)
+
+    def _finish(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            entry.done = True
+            del self._entries[entry.page]
+            self._state.index.unlease(entry.page)
+        if entries:
+            self._state.changed.notify_all()

@@ -1,0 +1,276 @@
+"""What the parts of one open store share: index, tiers, the lock, counters, names of trees.
+
+One lock guards the index and all that follows from it; nothing holds it over I/O, copies or hashes.
+`changed` is notified whenever a waiter may find something new: a page staged, a run committed or
+dropped, room made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ClosedError
+from kvstore.prefix_index.page_table import DISK, HELD, HOST, NO_PAGE
+from kvstore.tiers.tier import PageRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.config import StoreConfig
+    from kvstore.prefix_index.index import PrefixIndex
+    from kvstore.tiers.disk_tier import DiskTier
+    from kvstore.tiers.eviction import LruPolicy
+    from kvstore.tiers.host_tier import HostTier
+
+__all__ = ["DISK", "HOST", "NO_PAGE", "TIER_NAMES", "Counters", "StoreState", "TreeInfo"]
+
+TIER_NAMES = ("host", "disk")
+WRITERS_MAX = 65_536
+SEQUENCE_BITS = 40  # of a page's sequence number; the bits above name the boot that made it
+
+
+@dataclass(frozen=True, slots=True)
+class TreeInfo:
+    """What every page of one radix tree has in common."""
+
+    root: bytes
+    tenant: str
+    namespace: bytes
+    page_tokens: int
+    page_bytes: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the store was opened; each only grows."""
+
+    lookups: int = 0
+    lookup_hits: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    pages_committed: int = 0
+    pages_staged: int = 0
+    stage_joined: int = 0  # pages that another request was already staging
+    stage_timeouts: int = 0
+    disk_reads: int = 0
+    disk_pages_written: int = 0
+    disk_write_failures: int = 0
+    demotions: int = 0
+    corrupt_pages: int = 0
+    stale_pages: int = 0
+    disk_read_errors: int = 0
+    host_evictions: int = 0
+    disk_evictions: int = 0
+    pages_dropped: int = 0  # left their last tier
+    reservations_refused: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(slots=True)
+class StoreState:
+    """Shared by session, stager, disk writer and evictor. Fields below `lock` need it held."""
+
+    config: StoreConfig
+    index: PrefixIndex
+    host: HostTier | None
+    disk: DiskTier | None
+    policy: LruPolicy
+    secret: bytes
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    pid: int = field(default_factory=os.getpid)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    # Held while slots go from the lists below to the tier; taken before `lock`.
+    freeing: threading.Lock = field(default_factory=threading.Lock)
+    changed: threading.Condition = field(init=False)
+    closed: bool = False
+    warm: bool = True  # False while the trees are being rebuilt from disk
+    trees: dict[bytes, TreeInfo] = field(default_factory=dict)
+    writers: list[str] = field(default_factory=lambda: [""])
+    writer_ids: dict[str, int] = field(default_factory=lambda: {"": 0})
+    pending: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
+    condemned: set[int] = field(default_factory=set)
+    unwritten: set[int] = field(default_factory=set)  # pages that the disk did not take so far
+    counters: Counters = field(default_factory=Counters)
+    next_sequence: int = 1
+    # Told the keys of pages that leave the disk, before their slots can be used again.
+    on_left_disk: Callable[[list[bytes]], None] | None = None
+    # On disk, no page's any more: to be freed, or wiped and freed, without holding the lock.
+    unused_slots: list[int] = field(default_factory=list)
+    wiped_slots: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+
+    def require_open(self) -> None:
+        """Raise unless this store may be used by this process now."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                "this store was opened by another process and does not survive fork(); "
+                "open it after the fork, or start workers with the 'spawn' method"
+            )
+        if self.closed:
+            raise ClosedError("the store is closed; open it again with Store.open()")
+
+    def take_sequences(self, count: int) -> int:
+        """The first of `count` sequence numbers that no page of this directory ever had."""
+        first = self.next_sequence
+        self.next_sequence += count
+        return first
+
+    def writer_id(self, name: str) -> int:
+        """Intern a writer's name; past WRITERS_MAX names all share the empty one."""
+        known = self.writer_ids.get(name)
+        if known is not None:
+            return known
+        if len(self.writers) >= WRITERS_MAX:
+            return 0
+        self.writers.append(name)
+        self.writer_ids[name] = len(self.writers) - 1
+        return len(self.writers) - 1
+
+    def record(self, page: int) -> PageRecord:
+        """All that names a page, as the disk tier stores and compares it."""
+        table = self.index.table
+        parent = int(table.parent[page])
+        info = self.trees[self.index.root_of(page)]
+        return PageRecord(
+            root=info.root,
+            tenant=info.tenant,
+            namespace=info.namespace,
+            key=table.key[page].tobytes(),
+            parent_key=table.key[parent].tobytes() if parent != NO_PAGE else bytes(16),
+            sequence=int(table.sequence[page]),
+            parent_sequence=int(table.sequence[parent]) if parent != NO_PAGE else 0,
+            page_index=int(table.depth[page]),
+            tokens=self.index.tokens_of(page),
+            extras=self.index.extras_of(page),
+            payload_bytes=int(table.payload_bytes[page]),
+            checksum=table.checksum[page].tobytes(),
+            writer=self.writers[int(table.writer[page])],
+            created_s=int(table.created[page]),
+        )
+
+    def in_tier(self, pages: NDArray[np.int32], tier: int) -> NDArray[np.bool_]:
+        """Which of these pages are in a tier."""
+        here: NDArray[np.bool_] = (self.index.table.state[pages] >> tier) & 1 == 1
+        return here
+
+    def resident_pages(self, tier: int) -> int:
+        """How many pages are in a tier."""
+        live = self.index.table.live()
+        return int(self.in_tier(live, tier).sum())
+
+    def root_pages(self, root: bytes) -> list[int]:
+        """First pages of a tree's chains; none for an unknown or empty tree."""
+        tree = self.index.find_tree(root)
+        return tree.children(NO_PAGE) if tree is not None else []
+
+    def is_leased(self, page: int) -> bool:
+        return self.index.leases_of(page) > 0
+
+    def is_pinned(self, page: int) -> bool:
+        return bool(self.index.table.state[page] & HELD) and page in self.index.pins
+
+    def cut_condemned(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The leading pages of a chain that are not waiting to be dropped."""
+        if not self.condemned:
+            return pages
+        for position, page in enumerate(pages.tolist()):
+            if page in self.condemned:
+                return pages[:position]
+        return pages
+
+    def drop_subtree(self, page: int) -> bool:
+        """Remove a page and all below it from every tier; False when someone still reads there.
+
+        A page that can't go now is condemned: no look-up finds it, and the next release tries
+        again.
+        """
+        pages = self.index.subtree(page)
+        if any(self.is_leased(item) for item in pages.tolist()):
+            self.condemned.add(page)
+            return False
+        self.remove_pages(pages[::-1])
+        return True
+
+    def remove_pages(self, pages: NDArray[np.int32], *, wipe: bool = False) -> None:
+        """Take pages (children first, none leased) out of all tiers and out of the index.
+
+        With `wipe` their slots wait for `free_wiped_slots`, which leaves nothing readable on disk.
+        """
+        if len(pages) == 0:
+            return
+        for page in pages.tolist():
+            self.index.unpin(page)
+            self.condemned.discard(page)
+            self.unwritten.discard(page)
+        self.leave_host(pages)
+        self.leave_disk(pages, wipe=wipe)
+        self.index.remove(pages)
+        self.counters.pages_dropped += len(pages)
+        self.changed.notify_all()
+
+    def leave_host(self, pages: NDArray[np.int32]) -> int:
+        """Take those of `pages` that are in the arena out of it; how many there were."""
+        resident = pages[self.in_tier(pages, HOST)]
+        if len(resident) and self.host is not None:
+            self.host.free_many(self.index.clear_tier(resident, HOST).tolist())
+        return len(resident)
+
+    def leave_disk(self, pages: NDArray[np.int32], *, wipe: bool = False) -> int:
+        """Take those of `pages` that are on disk off it; `free_unused_slots` ends their life."""
+        resident = pages[self.in_tier(pages, DISK)]
+        if len(resident):
+            if self.on_left_disk is not None:
+                self.on_left_disk([self.index.table.key_of(page) for page in resident.tolist()])
+            slots = self.wiped_slots if wipe else self.unused_slots
+            slots.extend(self.index.clear_tier(resident, DISK).tolist())
+        return len(resident)
+
+    def free_unused_slots(self) -> None:
+        """Free what eviction left behind. Call it without the lock: it does I/O."""
+        with self.freeing:
+            with self.lock:
+                slots, self.unused_slots = self.unused_slots, []
+            if slots and self.disk is not None:
+                self.disk.free_many(slots)
+
+    def free_wiped_slots(self) -> None:
+        """Wipe and free what was evicted on somebody's word. Call it without the lock.
+
+        Commits what had left the disk before as well, so that no crash brings any of it back.
+        Raises TierError when the disk fails: then something may be left to read.
+        """
+        self.free_unused_slots()
+        with self.freeing:  # also waits for the slots that another thread is wiping
+            with self.lock:
+                slots, self.wiped_slots = self.wiped_slots, []
+            if self.disk is None:
+                return
+            if slots:
+                self.disk.free_many(slots, erase=True)
+            else:
+                self.disk.commit_frees()
+
+    def forget_empty_trees(self) -> None:
+        """Drop what is known of trees that have no page: salts would pile up otherwise."""
+        busy = {root for root, _ in self.pending}
+        for root in [root for root in self.trees if self.index.find_tree(root) is None]:
+            if root not in busy:
+                del self.trees[root]
+
+    def retry_condemned(self) -> None:
+        """Drop what could not be dropped while it was leased."""
+        for page in list(self.condemned):
+            if page in self.condemned:
+                self.drop_subtree(page)

@@ -1,0 +1,400 @@
+"""The store: joins prefix index, arena, disk and policy behind match, reserve and evict.
+
+    with Store.open("/var/cache/kv", host_bytes="2GiB") as store:
+        session = store.session(CacheSpec.opaque("demo", page_tokens=16, page_bytes=4096))
+        with session.reserve(tokens) as run: ...
+        with session.match(tokens) as hit: ...
+
+One store owns its directory; a second one on it is refused. All calls are thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore import inspection, removal
+from kvstore.config import StoreConfig
+from kvstore.disk_writer import DiskWriter
+from kvstore.errors import CapacityError, DirectoryError, InvalidRequest
+from kvstore.evictor import Evictor
+from kvstore.housekeeper import Housekeeper
+from kvstore.namespaces import SpecFolder
+from kvstore.prefix_index.index import PrefixIndex
+from kvstore.remembered import remember, remembered
+from kvstore.request import checked_deadline, checked_tokens
+from kvstore.session import Session
+from kvstore.stager import Stager
+from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
+from kvstore.tenant import load_or_create_secret, load_secret, tenant_secret, tree_root
+from kvstore.tiers.eviction import LruPolicy
+from kvstore.tiers.host_tier import HostTier
+from kvstore.tiers.tier import TierError
+from kvstore.warm_start import WarmStart
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvstore.removal import Eviction, Selection
+    from kvstore.request import Tokens
+    from kvstore.spec import CacheSpec
+    from kvstore.tiers.disk_tier import DiskTier
+    from kvstore.tiers.file_layer import FileLayer
+
+DEFAULT_TENANT = "default"
+CLOSE_DEADLINE_S = 10.0
+WARM_DEADLINE_S = 600.0
+
+_log = logging.getLogger("kvstore.store")
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Bytes of one tier."""
+
+    name: str
+    capacity_bytes: int
+    allocated_bytes: int
+    used_bytes: int
+    pages: int
+    free_slots: int
+    state: str  # "ok", or what is wrong with it
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What is in the store and what happened since it was opened."""
+
+    directory: str
+    warm: bool
+    pages: int
+    nodes: int
+    index_bytes: int
+    trees: int
+    leases: int
+    pinned_pages: int
+    dirty_bytes: int
+    tiers: tuple[TierStats, ...]
+    counters: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return asdict(self)
+
+
+class Store:
+    """An open store. Make one with Store.open(); close it, or use it in a `with` statement."""
+
+    def __init__(self, config: StoreConfig, *, files: FileLayer | None = None) -> None:
+        """Open what `config` describes. `files` replaces the file layer, for tests.
+
+        Raises DirectoryError when the directory can't be used, CapacityError when the machine has
+        not what is asked.
+        """
+        disk, secret = _open_disk(config, files)
+        try:
+            host = _open_host(config, disk)
+            self.state = StoreState(
+                config, PrefixIndex(), host, disk, LruPolicy(), secret or secrets.token_bytes(32)
+            )
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
+        state = self.state
+        self.config = config
+        self._specs = SpecFolder(config.directory if disk is not None else None)
+        self._writer = DiskWriter(state, disk) if disk is not None else None
+        demote = self._writer.demote if self._writer is not None else _keep_nothing
+        self._evictor = Evictor(state, demote)
+        self._stager = Stager(state, disk, host, self._evictor) if disk is not None else None
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._warm_start: WarmStart | None = None
+        if disk is not None and self._writer is not None:
+            remember(config)
+            state.next_sequence = (disk.boot_number << SEQUENCE_BITS) + 1
+            self._writer.start(self._evictor)
+            self._warm_start = WarmStart(state, disk)
+        self._housekeeper = Housekeeper(state, self._writer)
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path | None = None,
+        *,
+        wait_warm: bool = True,
+        files: FileLayer | None = None,
+        **settings: Any,
+    ) -> Store:
+        """Open the store in `directory`, made if it is missing; None keeps all in memory.
+
+        settings: fields of StoreConfig (`host_bytes="2GiB"`, `disk_bytes="100GiB"`, ...); a store
+        that exists keeps its `disk_bytes` and `disk_directories` unless they are given. With
+        `wait_warm` the call returns when every stored chain can be hit again (about 5 s a million
+        pages); without it, at once, and look-ups are misses until then.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        if directory is not None:
+            given = remembered(Path(directory).expanduser()) | given
+        store = cls(StoreConfig(directory=directory, **given), files=files)
+        if wait_warm:
+            try:
+                store.wait_warm(WARM_DEADLINE_S)
+            except BaseException:
+                store.close()
+                raise
+        return store
+
+    @property
+    def warm(self) -> bool:
+        """Whether all that is on disk can be hit."""
+        return self.state.warm
+
+    def wait_warm(self, deadline_s: float) -> bool:
+        """Wait until all that is on disk can be hit; False when `deadline_s` passed first.
+
+        Raises DirectoryError when the directory can't be used after all.
+        """
+        deadline = self.state.clock() + checked_deadline(deadline_s)
+        with self.state.lock:
+            while not self.state.warm and not self.state.closed:
+                left = deadline - self.state.clock()
+                if left <= 0:
+                    return False
+                self.state.changed.wait(left)
+        if self._warm_start is not None and self._warm_start.error:
+            raise DirectoryError(f"{self.config.directory}: {self._warm_start.error}")
+        return self.state.warm
+
+    def session(
+        self,
+        spec: CacheSpec,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        salt: bytes = b"",
+        writer: str = "",
+    ) -> Session:
+        """Work with pages of `spec` as `tenant`. `salt` keeps prompts apart within a tenant.
+
+        writer: a name to remember with each page, so that a bad writer's pages can be evicted.
+        """
+        self.state.require_open()
+        if len(writer.encode()) > 64:
+            raise InvalidRequest(f"writer: {len(writer.encode())} bytes, 64 is the limit")
+        tree = self._tree(spec, tenant, salt)
+        self._specs.remember(spec)
+        session = Session(
+            self.state,
+            spec,
+            tree,
+            writer,
+            evictor=self._evictor,
+            stager=self._stager,
+            disk_writer=self._writer,
+        )
+        self._sessions.add(session)
+        return session
+
+    def flush(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
+        """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
+        self.state.require_open()
+        if self._writer is None:
+            return False
+        return self._writer.flush(self.state.clock() + checked_deadline(deadline_s))
+
+    def evict(
+        self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
+    ) -> Eviction:
+        """Remove pages by prefix, tenant, namespace, writer or age, with all below them.
+
+        Refuses an empty selection: say Selection(tenant=...) to mean everything of a tenant.
+        """
+        self.state.require_open()
+        if selection.is_everything:
+            raise InvalidRequest("evict: name a prefix, tenant, namespace, writer or age")
+        return removal.evict(
+            self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
+        )
+
+    def root(self, namespace: bytes, tenant: str = DEFAULT_TENANT, salt: bytes = b"") -> bytes:
+        """The name of one radix tree, for Selection.root and explain()."""
+        return tree_root(tenant_secret(self.state.secret, tenant), namespace, salt)
+
+    def namespaces(self) -> list[inspection.NamespaceUsage]:
+        """Every (namespace, tenant, salt) that has pages, the largest first."""
+        return inspection.namespaces(self.state, self._specs.models())
+
+    def spec_json(self, namespace: bytes) -> str | None:
+        """The canonical JSON of a namespace's spec, if this store has seen it."""
+        return self._specs.json_of(namespace)
+
+    def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[inspection.Chain], int]:
+        """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
+        return inspection.chains(self.state, self._specs.models(), limit=limit, sort=sort)
+
+    def find_chain(
+        self, chain_id: str
+    ) -> list[tuple[inspection.Chain, list[inspection.PageFacts]]]:
+        """Chains that end in a page whose key begins with these hex digits, page by page."""
+        models = self._specs.models()
+        return [
+            (
+                inspection.chain_of(self.state, models, page),
+                inspection.page_facts(self.state, page),
+            )
+            for page in inspection.find_chain(self.state, chain_id)
+        ]
+
+    def explain(self, root: bytes, tokens: Tokens) -> inspection.Explanation:
+        """Why this prompt hits or misses in one tree; see root()."""
+        self.state.require_open()
+        if root not in self.state.trees:
+            raise InvalidRequest("explain: this store has no pages of that namespace and tenant")
+        return inspection.explain(self.state, root, checked_tokens(tokens))
+
+    def stats(self) -> Stats:
+        """Bytes, pages and counters now."""
+        state = self.state
+        with state.lock:
+            state.require_open()
+            return Stats(
+                directory=str(self.config.directory or ""),
+                warm=state.warm,
+                pages=len(state.index),
+                nodes=state.index.nodes,
+                index_bytes=state.index.nbytes,
+                trees=len(state.trees),
+                leases=state.index.leases,
+                pinned_pages=len(state.index.pins),
+                dirty_bytes=self._writer.dirty_bytes if self._writer is not None else 0,
+                tiers=tuple(_tier_stats(state)),
+                counters=state.counters.to_dict(),
+            )
+
+    def check(self) -> None:
+        """Walk index and tiers, recount, compare; raises AssertionError or TierError."""
+        state = self.state
+        with state.lock:
+            state.require_open()
+            state.index.check()
+            self._housekeeper.check_accounting()
+            if state.host is not None:
+                state.host.check()
+        if state.disk is not None:
+            state.disk.check()
+
+    def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
+        """Flush and close; False when the disk did not take all within `deadline_s` seconds."""
+        state = self.state
+        with state.lock:
+            if state.closed:
+                return True
+        deadline = state.clock() + checked_deadline(deadline_s)
+        for session in list(self._sessions):
+            session.close()
+        if self._warm_start is not None:
+            self._warm_start.stop(deadline)
+        self._housekeeper.stop(deadline)
+        done = self._stager.stop(deadline) if self._stager is not None else True
+        if self._writer is not None:
+            done = self._writer.stop(deadline) and done
+            state.free_unused_slots()
+        with state.lock:
+            state.closed = True
+            state.changed.notify_all()
+        if not done:
+            _log.error("the disk did not keep up: closed with pages that are in memory only")
+        if state.disk is not None:
+            state.disk.close()
+        if state.host is not None:
+            state.host.close()
+        return done
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tree(self, spec: CacheSpec, tenant: str, salt: bytes) -> TreeInfo:
+        state = self.state
+        root = self.root(spec.namespace, tenant, salt)
+        info = TreeInfo(root, tenant, spec.namespace, spec.page_tokens, spec.page_bytes)
+        with state.lock:
+            return state.trees.setdefault(root, info)
+
+
+def _keep_nothing(pages: object) -> int:
+    """Demotion in a store without a disk: there is nowhere to go."""
+    return 0
+
+
+def _open_disk(
+    config: StoreConfig, files: FileLayer | None
+) -> tuple[DiskTier | None, bytes | None]:
+    """The disk tier and the store secret; None where the store lives in memory only."""
+    if config.directory is None or config.disk_bytes == 0:
+        secret = load_secret(config.secret_file) if config.secret_file else None
+        return None, secret
+    from kvstore.tiers.disk_tier import DiskTier  # a memory-only store needs no LMDB
+
+    try:
+        disk = DiskTier.open(
+            list(config.segment_directories),
+            config.disk_bytes,
+            files,
+            io_threads=config.io_threads,
+            load=False,  # WarmStart does, in the background
+        )
+    except (TierError, OSError) as exc:
+        raise DirectoryError(f"{config.directory}: {exc}") from exc
+    try:
+        if config.secret_file is not None:
+            return disk, load_secret(config.secret_file)
+        return disk, load_or_create_secret(config.directory / "secret")
+    except BaseException:
+        disk.close()
+        raise
+
+
+def _open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
+    boot = disk.boot_number if disk is not None else 1
+    try:
+        return HostTier(
+            config.host_bytes,
+            huge_pages=config.huge_pages,
+            boot_epoch=boot,
+            populate_wait_s=0.0,  # reserve() waits itself, without the lock
+        )
+    except TierError as exc:
+        raise CapacityError(f"host tier: {exc}; lower host_bytes") from exc
+
+
+def _tier_stats(state: StoreState) -> list[TierStats]:
+    rows = []
+    for number, (name, medium) in enumerate((("host", state.host), ("disk", state.disk))):
+        if medium is None:
+            continue
+        usage = medium.usage()
+        problem = state.disk.problem if name == "disk" and state.disk is not None else ""
+        rows.append(
+            TierStats(
+                name=name,
+                capacity_bytes=usage.capacity_bytes,
+                allocated_bytes=usage.allocated_bytes,
+                used_bytes=usage.used_bytes,
+                pages=state.resident_pages(number),
+                free_slots=usage.free_slots,
+                state=problem or "ok",
+            )
+        )
+    return rows

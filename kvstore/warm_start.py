@@ -1,0 +1,134 @@
+"""Rebuilds the trees from the disk tier's catalog after a start, while look-ups already run.
+
+Works on pieces of whole sub-trees, so that the lock is free again after some tens of milliseconds;
+the index takes each piece in numpy. Rows that no chain reaches give their slots back. When the disk
+can't be read at all, `error` says why and the store goes on with its memory alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.prefix_index.edge_plan import PageRows
+from kvstore.state import DISK, NO_PAGE, TreeInfo
+from kvstore.tiers.tier import TierError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from kvstore.state import StoreState
+    from kvstore.tiers.disk_tier import DiskTier
+    from kvstore.tiers.page_rows import RootRows
+
+PIECE_PAGES = 16_384
+
+_log = logging.getLogger("kvstore.store")
+
+
+class WarmStart:
+    """Owns the thread; the store is warm when it has ended."""
+
+    def __init__(self, state: StoreState, disk: DiskTier) -> None:
+        self._state = state
+        self._disk = disk
+        self._stopping = False
+        self.error = ""
+        state.warm = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-warm-start", daemon=True)
+        self._thread.start()
+
+    def stop(self, deadline: float) -> None:
+        """End early; what is not loaded stays on disk for the next start."""
+        self._stopping = True
+        self._thread.join(max(0.1, deadline - self._state.clock()))
+
+    def _run(self) -> None:
+        state = self._state
+        try:
+            self._disk.load()
+            for rows in self._disk.rows():
+                self._load_tree(rows)
+                if self._stopping:
+                    return
+        except (TierError, OSError) as exc:
+            self.error = str(exc)
+            _log.error("disk tier: %s", exc)
+        except Exception as exc:
+            self.error = f"reading the catalog failed: {exc!r}"
+            _log.exception("reading the catalog failed: pages not yet found stay misses")
+        finally:
+            with state.lock:
+                state.warm = True
+                state.changed.notify_all()
+
+    def _load_tree(self, rows: RootRows) -> None:
+        state = self._state
+        payload = int(rows.payload_bytes.max())
+        info = TreeInfo(rows.root, rows.tenant, rows.namespace, rows.page_tokens, payload)
+        with state.lock:
+            state.trees.setdefault(rows.root, info)
+            names = {number: state.writer_id(name) for number, name in rows.writers.items()}
+        writers = np.zeros(max(names, default=0) + 1, dtype=np.uint32)
+        writers[list(names)] = list(names.values())
+        for piece in pieces(rows.parent_rows):
+            if self._stopping:
+                return
+            self._load_piece(rows, piece, writers)
+
+    def _load_piece(
+        self, rows: RootRows, piece: NDArray[np.int64], writers: NDArray[np.uint32]
+    ) -> None:
+        state = self._state
+        parents = rows.parent_rows[piece]
+        place = np.full(len(rows), NO_PAGE, dtype=np.int32)
+        place[piece] = np.arange(len(piece), dtype=np.int32)
+        inside = np.where(parents >= 0, place[parents], NO_PAGE).astype(np.int32)
+        extras = {int(place[row]): value for row, value in rows.extras.items() if place[row] >= 0}
+        part = PageRows(
+            tokens=np.ascontiguousarray(rows.tokens[piece]),
+            parent_rows=inside,
+            keys=np.ascontiguousarray(rows.keys[piece]).view(np.uint64),
+            sequences=rows.sequences[piece],
+            payload_bytes=rows.payload_bytes[piece],
+            checksums=rows.checksums[piece],
+            created=rows.created_s[piece],
+            writers=writers[rows.writer_ids[piece]],
+            slots=rows.slots[piece],
+            extras=extras,
+        )
+        with state.lock:
+            loaded = state.index.bulk_load(rows.root, rows.page_tokens, part, DISK)
+            ids = loaded.ids[loaded.ids != NO_PAGE]
+            # The catalog knows when a page was stored, not when it was last asked for.
+            age_s = state.wall_clock() - state.index.table.created[ids].astype(np.float64)
+            state.index.table.last_use[ids] = state.clock() - np.maximum(age_s, 0.0)
+            state.unused_slots.extend(part.slots[loaded.dropped].tolist())
+            state.changed.notify_all()
+
+
+def pieces(parents: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
+    """Rows in parts of about PIECE_PAGES, each a union of whole sub-trees of first pages.
+
+    parents: row of each row's parent, -1 for first pages.
+    """
+    rows = np.arange(len(parents))
+    top = np.where(parents >= 0, parents, rows)
+    while True:  # pointer doubling: each round looks twice as far up
+        further = top[top]
+        if np.array_equal(further, top):
+            break
+        top = further
+    order = np.argsort(top, kind="stable")
+    starts = np.flatnonzero(np.diff(top[order], prepend=-1))
+    ends = np.append(starts[1:], len(order))
+    begin = 0
+    for end in ends.tolist():
+        if end - begin >= PIECE_PAGES or end == len(order):
+            yield order[begin:end]
+            begin = end

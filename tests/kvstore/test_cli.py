@@ -1,0 +1,131 @@
+"""The command, through the real process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from known_pages import SPEC, load, prompt, save
+
+from kvstore import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run(*arguments: str, code: int = 0, stdin: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", *arguments],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def run_json(*arguments: str) -> Any:
+    return json.loads(run(*arguments, "--json"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    path = tmp_path / "store"
+    with Store.open(path, host_bytes=1 << 20, disk_bytes="64MiB") as store:
+        save(store.session(SPEC, writer="engine-1"), prompt(0, 5))
+        save(store.session(SPEC, writer="engine-2"), prompt(1, 3))
+    return str(path)
+
+
+def test_ls_lists_namespaces_and_chains(folder: str) -> None:
+    found = run_json("ls", folder)
+    assert found["chains_total"] == 2
+    (space,) = found["namespaces"]
+    assert (space["model"], space["pages"], space["tenant"]) == ("unit", 8, "default")
+    assert [(c["pages"], c["writer"]) for c in found["chains"]] == [
+        (5, "engine-1"),
+        (3, "engine-2"),
+    ]
+    table = run("ls", folder)
+    assert "engine-1" in table
+    assert "unit" in table
+    assert "1 more chains" in run("ls", folder, "--limit", "1")
+
+
+def test_inspect_shows_pages_and_spec(folder: str) -> None:
+    chain = run_json("ls", folder)["chains"][0]["chain_id"]
+    found = run_json("inspect", folder, chain[:12])
+    assert [page["page_index"] for page in found["pages"]] == [0, 1, 2, 3, 4]
+    assert {tuple(page["tiers"]) for page in found["pages"]} == {("disk",)}
+    assert found["spec"]["page_tokens"] == 4
+    assert "tenant default" in run("inspect", folder, chain)
+    assert "hex digits" in run("inspect", folder, "xyz", code=1)
+    assert "no page's id" in run("inspect", folder, "0" * 32, code=1)
+
+
+def test_explain_gives_the_longest_match_and_the_first_differing_token(
+    folder: str, tmp_path: Path
+) -> None:
+    tokens = prompt(0, 5).tolist()
+    tokens[9] = 42
+    listed = ",".join(map(str, tokens))
+    found = run_json("explain", folder, "--tokens", listed)
+    assert (found["matched_pages"], found["differs_at"], found["prompt_token"]) == (2, 9, 42)
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps(tokens))
+    assert "differs at token 9" in run("explain", folder, "--tokens-file", str(file))
+    assert "differs at token 9" in run("explain", folder, "--tokens-file", "-", stdin=listed)
+    assert "give a prompt" in run("explain", folder, code=1)
+    assert "not a token id" in run("explain", folder, "--tokens", "1,x", code=1)
+    assert "--tokenizer" in run("explain", folder, "--text", "hello", code=1)
+
+
+def test_evict_is_a_dry_run_unless_yes(folder: str) -> None:
+    dry = run_json("evict", folder, "--writer", "engine-2")
+    assert (dry["pages"], dry["dry_run"]) == (3, True)
+    assert run_json("ls", folder)["chains_total"] == 2
+    assert "Dry run: 3 pages" in run("evict", folder, "--writer", "engine-2")
+    assert run_json("evict", folder, "--writer", "engine-2", "--yes")["dry_run"] is False
+    assert run_json("ls", folder)["chains_total"] == 1
+    assert "say what to evict" in run("evict", folder, code=1)
+    head = ",".join(map(str, prompt(0, 5)[:6].tolist()))
+    assert run_json("evict", folder, "--tokens", head)["pages"] == 4
+    assert run_json("evict", folder, "--older-than", "1h")["pages"] == 0
+    assert run_json("evict", folder, "--all")["pages"] == 5
+    assert "duration" in run("evict", folder, "--older-than", "soon", code=1)
+
+
+def test_stats_counts_what_is_there_and_the_size_is_remembered(folder: str) -> None:
+    found = run_json("stats", folder)
+    disk = found["tiers"][1]
+    assert (found["pages"], disk["pages"], disk["capacity_bytes"]) == (8, 8, 64 << 20)
+    assert "disk" in run("stats", folder)
+
+
+def test_looking_inside_loses_nothing(folder: str) -> None:
+    for verb in ("ls", "stats"):
+        run(verb, folder)
+    with Store.open(folder, host_bytes=1 << 20) as store:
+        assert load(store.session(SPEC), prompt(0, 5)) == 5
+
+
+def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
+    assert "no such directory" in run("ls", str(tmp_path / "none"), code=1)
+    (tmp_path / "letter.txt").write_text("dear")
+    assert "no store" in run("ls", str(tmp_path), code=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_directory_in_use_is_refused_with_the_owner(folder: str) -> None:
+    with Store.open(folder, host_bytes=1 << 20):
+        assert "in use" in run("ls", folder, code=1)
+
+
+def test_help_and_version_and_wrong_usage() -> None:
+    assert "explain" in run("--help")
+    assert run("--version").startswith("kvstore ")
+    assert "No such command" in run("frobnicate", code=2)
