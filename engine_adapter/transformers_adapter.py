@@ -1,0 +1,276 @@
+"""Joins a Hugging Face model and a store: generate() computes only what the store lacks.
+
+    adapter = TransformersAdapter(store, model)
+    output = adapter.generate(input_ids, attention_mask, max_new_tokens=100)
+
+or, with the engine's call in sight:
+
+    cache = adapter.cache(input_ids, attention_mask)
+    output = model.generate(input_ids, **cache.arguments(), max_new_tokens=100)
+    cache.save(output)
+
+With left padding the columns of a batch are aligned at their right end, so the rows' hits end in
+different columns. All rows share one cache length: the smallest of these columns is where
+computing starts, and the padding before a row's first token is zeros that the mask hides.
+
+        column   0   1   2   3   4   5   6   7
+        row 0    t0  t1  t2  t3  t4  t5  t6  t7      4 tokens stored -> until column 4
+        row 1    -   -   t0  t1  t2  t3  t4  t5      4 tokens stored -> until column 6
+        loaded   |-------------|  = [0, 4), of row 1's page only the first two tokens
+
+Whatever the store does, the engine's call goes on: a failing load is a miss, a failing save saves
+nothing, both are counted. Must not be here: how a page lies in memory, which models can be served.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvstore.engine_adapter.layout import PageShape, load_pages
+from kvstore.engine_adapter.model_probe import probe_model
+from kvstore.engine_adapter.model_spec import model_spec, tensors_digest
+from kvstore.engine_adapter.transformers_cache import (
+    AdapterCounters,
+    Loaded,
+    Row,
+    StoredPrefixCache,
+    StoreLink,
+    end_tokens,
+)
+from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engine_adapter.model_spec import HfModel
+    from kvstore.lease import Match
+    from kvstore.session import Session
+    from kvstore.store import Store
+
+log = logging.getLogger("kvstore.engine_adapter")
+
+LOAD_DEADLINE_S = 2.0
+
+# Arguments of generate(), or settings, that make it guess tokens ahead.
+_SPECULATION = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "speculation_type",
+)
+# Arguments of generate() that name another cache.
+_CACHE_CHOICES = ("cache", "past_key_values", "cache_implementation", "cache_config")
+
+
+class TransformersAdapter:
+    """Joins one model and one open store. Keeps no tokens and no KV of its own; thread-safe.
+
+    weights: None reads the model's tensors (about a second a GB, right in every case); a string is
+    taken as the answer ("hub:<commit>", "files:<digest>"), also about edits made in memory. Weights
+    that change later need a new adapter.
+    Raises SpecError, with a sentence, for models whose KV cannot be stored.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: HfModel,
+        *,
+        weights: str | None = None,
+        name: str | None = None,
+        tenant: str = "default",
+        salt: bytes = b"",
+        writer: str = "transformers",
+        page_tokens: int | None = None,
+        adapter_digest: str = "none",
+        load_deadline_s: float = LOAD_DEADLINE_S,
+    ) -> None:
+        self.model = model
+        self.spec = model_spec(
+            model,
+            weights=weights or f"files:{tensors_digest(model)}",
+            name=name,
+            page_tokens=page_tokens,
+            adapter=adapter_digest,
+        )
+        probe_model(model, PageShape.of(self.spec))
+        self.session: Session = store.session(self.spec, tenant=tenant, salt=salt, writer=writer)
+        self.load_deadline_s = load_deadline_s
+        self._link = StoreLink(model, self.session)
+
+    def cache(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        load: bool = True,
+    ) -> StoredPrefixCache:
+        """A cache that holds the longest stored prefix, for one generate() call on these inputs.
+
+        input_ids: [batch, tokens]. attention_mask: the same shape, left padding only; without one,
+        it is inferred from the padding token as generate() does. At least one column is left for
+        the engine to compute. What cannot be served (other masks) gets an empty cache that saves
+        nothing. Without `load` it starts empty, for assisted decoding, which cannot go on from a
+        prefix (it computes the whole prompt again). Raises InvalidRequest only for shapes that
+        generate() would not take either.
+        """
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+            raise InvalidRequest(f"input_ids: shape {tuple(input_ids.shape)}; [batch, tokens >= 1]")
+        mask = self._inferred_mask(input_ids) if attention_mask is None else attention_mask
+        reason = self._why_bypass(input_ids, mask)
+        rows = [] if reason else _rows(input_ids, mask)
+        start_s = time.perf_counter()
+        loaded = self._load(rows) if load else Loaded()
+        load_s = time.perf_counter() - start_s
+        cache = StoredPrefixCache(self._link, input_ids, mask, rows, loaded, reason)
+        reused = sum(cache.reused_tokens)
+        hits = sum(tokens > 0 for tokens in cache.reused_tokens)
+        self._link.count(
+            hits=hits,
+            misses=len(rows) - hits,
+            tokens_reused=reused,
+            tokens_computed=sum(len(row.tokens) for row in rows) - reused,
+            bypassed=int(bool(reason)),
+            load_s=load_s,
+        )
+        cache.load_s = load_s
+        return cache
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        durable: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        """model.generate() between a load and a save; returns what it returns.
+
+        Arguments that reach the model's forward pass and may change KV (position ids, embeddings,
+        images) make it a plain generate() call. Raises InvalidRequest if a cache is given.
+        """
+        for name in _CACHE_CHOICES:
+            if arguments.get(name) is not None:
+                raise InvalidRequest(f"{name}: the adapter makes the cache; use model.generate()")
+        unknown = sorted(set(arguments) - _harmless_arguments(self.model))
+        if unknown or arguments.get("use_cache") is False:
+            self._link.count(bypassed=1)
+            log.info("not cached: %s may change the KV", ", ".join(unknown) or "use_cache=False")
+            return self.model.generate(input_ids, attention_mask=attention_mask, **arguments)
+        cache = self.cache(input_ids, attention_mask, load=not _speculates(self.model, arguments))
+        output = self.model.generate(input_ids, **cache.arguments(), **arguments)
+        cache.save(
+            output if isinstance(output, torch.Tensor) else output.sequences, durable=durable
+        )
+        return output
+
+    def counters(self) -> AdapterCounters:
+        """A snapshot."""
+        return self._link.counters()
+
+    def close(self) -> None:
+        """End the session; caches made before go on working, without saving."""
+        self.session.close()
+
+    def _inferred_mask(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The mask that generate() makes up when it is given none."""
+        settings = self.model.generation_config
+        padding = settings.pad_token_id
+        ends = end_tokens(self.model)
+        if padding is None or padding in ends or not bool((input_ids == padding).any()):
+            return torch.ones_like(input_ids)
+        return input_ids.ne(padding).long()
+
+    def _why_bypass(self, input_ids: torch.Tensor, mask: torch.Tensor) -> str:
+        if self.model.training:
+            return "the model is in training mode"
+        if mask.shape != input_ids.shape:
+            return f"an attention mask of shape {tuple(mask.shape)} is not understood"
+        flags = mask != 0
+        if not bool((flags[:, 1:] >= flags[:, :-1]).all()):
+            return "the attention mask has gaps or padding on the right"
+        if bool((input_ids < 0).any()):
+            return "token ids below 0"
+        return ""
+
+    def _load(self, rows: Sequence[Row]) -> Loaded:
+        """The stored prefix of all rows; empty when nothing is stored or the store fails."""
+        if not rows:
+            return Loaded()
+        try:
+            with ExitStack() as stack:
+                matches = [stack.enter_context(self.session.match(row.tokens)) for row in rows]
+                loaded = self._load_matches(rows, matches)
+        except Exception as error:  # a store that fails is a miss, never the engine's problem
+            self._link.count(loads_failed=1)
+            self._link.store_failed("loading", error)
+            return Loaded()
+        self._link.store_failed("loading", None)
+        return loaded
+
+    def _load_matches(self, rows: Sequence[Row], matches: Sequence[Match]) -> Loaded:
+        # One column at least is the engine's to compute: it needs logits to go on from.
+        last = rows[0].padding + len(rows[0].tokens) - 1
+        columns = min(
+            last, *(row.padding + hit.tokens for row, hit in zip(rows, matches, strict=True))
+        )
+        deadline = time.monotonic() + self.load_deadline_s
+        tiers: Counter[str] = Counter()
+        for row, hit in zip(rows, matches, strict=True):
+            wanted = self._pages(columns - row.padding)
+            if wanted:
+                tiers.update(hit.tiers[:wanted])
+                staged = hit.stage(deadline_s=max(0.0, deadline - time.monotonic()))
+                columns = min(columns, row.padding + staged * self.spec.page_tokens)
+        used = [self._pages(columns - row.padding) for row in rows]
+        if not any(used):
+            return Loaded()
+        pages = [
+            [self._link.shape.view(view) for view in hit.views(0, count)] if count else []
+            for hit, count in zip(matches, used, strict=True)
+        ]
+        layers = []
+        for layer in range(self._link.shape.layers):
+            both = torch.empty(
+                (2, len(rows), self._link.shape.kv_heads, columns, self._link.shape.head_dim),
+                dtype=self._link.shape.dtype,
+            )
+            for number, row in enumerate(rows):
+                hidden = min(row.padding, columns)
+                both[:, number, :, :hidden] = 0
+                if pages[number]:
+                    keys, values = both[:, number, :, hidden:]
+                    load_pages(pages[number], layer, keys, values)
+            layers.append(both)
+        return Loaded(columns, tuple(layers), dict(tiers))
+
+    def _pages(self, tokens: int) -> int:
+        return -(-max(0, tokens) // self.spec.page_tokens)
+
+
+def _harmless_arguments(model: HfModel) -> set[str]:
+    """Arguments of generate() that decide which tokens come, and not what their KV is."""
+    own = set(inspect.signature(model.generate).parameters) | set(vars(model.generation_config))
+    return own - {"inputs", "kwargs", "custom_generate", "negative_prompt_ids"}
+
+
+def _speculates(model: HfModel, arguments: dict[str, Any]) -> bool:
+    settings = arguments.get("generation_config") or model.generation_config
+    return any(
+        arguments.get(name) is not None or getattr(settings, name, None) is not None
+        for name in _SPECULATION
+    )
+
+
+def _rows(input_ids: torch.Tensor, mask: torch.Tensor) -> list[Row]:
+    ids = input_ids.to("cpu").numpy().astype(np.int32)
+    paddings = (mask == 0).sum(dim=1).tolist()
+    return [Row(padding, row[padding:]) for padding, row in zip(paddings, ids, strict=True)]

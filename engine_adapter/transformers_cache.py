@@ -1,0 +1,316 @@
+"""A Cache for Hugging Face generate() that is born with a stored prefix and can be saved.
+
+Made by TransformersAdapter.cache() for one generate() call; see transformers_adapter.py for how.
+What it saves is right because it watches what the engine does to it: columns that were reordered,
+cropped or filled out of turn are not saved. Must not be here: look-ups, how a page lies in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvstore.engine_adapter.layout import PageShape, store_pages
+from kvstore.engine_adapter.model_spec import CACHE_ARGUMENT
+from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore.engine_adapter.model_spec import HfModel
+    from kvstore.session import Session
+
+log = logging.getLogger("kvstore.engine_adapter")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one save() did, over all rows of the batch."""
+
+    pages: int = 0  # new in the store
+    durable: bool = False  # they and all before them are on disk
+    reason: str = ""  # why nothing, or less than asked
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCounters:
+    """What an adapter did since it was made; each only grows."""
+
+    hits: int = 0  # rows that started with stored tokens
+    misses: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0  # prompt tokens that the engine had to compute
+    pages_saved: int = 0
+    loads_failed: int = 0  # the store failed; all rows became misses
+    saves_failed: int = 0
+    bypassed: int = 0  # calls that must not load, or not save
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt of a batch: its padding, then its tokens."""
+
+    padding: int
+    tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Columns [0, columns) of every row, as [2 (K, V), batch, heads, columns, dim] a layer."""
+
+    columns: int = 0
+    layers: tuple[torch.Tensor, ...] = ()
+    tiers: dict[str, int] = field(default_factory=dict)
+
+
+class StoreLink:
+    """What an adapter and its caches share: the model, the session, how the store behaves."""
+
+    def __init__(self, model: HfModel, session: Session) -> None:
+        self.model = model
+        self.session = session
+        self.shape = PageShape.of(session.spec)
+        self._lock = threading.Lock()
+        self._counters = AdapterCounters()
+        self._failing: set[str] = set()
+
+    def counters(self) -> AdapterCounters:
+        """A snapshot."""
+        with self._lock:
+            return self._counters
+
+    def count(self, **added: float) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            now = {name: getattr(self._counters, name) + value for name, value in added.items()}
+            self._counters = replace(self._counters, **now)
+
+    def store_failed(self, doing: str, error: Exception | None) -> None:
+        """Note how `doing`, loading or saving, went this time; one log line a change."""
+        with self._lock:
+            changed = (doing in self._failing) != (error is not None)
+            (self._failing.discard if error is None else self._failing.add)(doing)
+        if changed and error is not None:
+            log.warning("%s fails, going on without: %s: %s", doing, type(error).__name__, error)
+        elif changed:
+            log.warning("%s works again", doing)
+
+
+class StoredPrefixCache(DynamicCache):
+    """A DynamicCache for one generate() call, born with a stored prefix. Made by the adapter.
+
+    Pass `arguments()` to generate(): the cache is only right together with the mask in it.
+    """
+
+    def __init__(
+        self,
+        link: StoreLink,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        rows: Sequence[Row],
+        loaded: Loaded,
+        bypass_reason: str = "",
+    ) -> None:
+        super().__init__(config=link.model.config)
+        self.load_s = 0.0
+        self.tiers = loaded.tiers  # pages reused, by the tier they were found in
+        self.bypass_reason = bypass_reason
+        self._link = link
+        self._prompt = input_ids
+        self._mask = attention_mask
+        self._rows = rows
+        self._loaded_columns = loaded.columns
+        # Columns before this one belong to the tokens of the output, for all we saw happen.
+        self._sound_columns: int | None = None
+        self._saved = bool(bypass_reason)
+        self.reused_tokens = [max(0, loaded.columns - row.padding) for row in rows]
+        for number, both in enumerate(loaded.layers):
+            self._preload(number, *both.to(link.model.device))
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for generate(): this cache, under its name there, and its mask."""
+        return {CACHE_ARGUMENT: self, "attention_mask": self._mask}
+
+    def save(self, output_ids: torch.Tensor, *, durable: bool = False) -> Saved:
+        """Store the whole pages of prompt and generated tokens that the store lacks.
+
+        output_ids: what generate() returned, [batch, prompt + new tokens]. With `durable`, returns
+        when all of them are on disk, or says why not. Never raises for what the store does; does
+        nothing the second time.
+        """
+        if self._saved:
+            return Saved(reason=self.bypass_reason or "saved already")
+        self._saved = True
+        link = self._link
+        reason = self._why_unsound(output_ids)
+        if reason:
+            link.count(bypassed=1)
+            log.info("not saved: %s", reason)
+            return Saved(reason=reason)
+        try:
+            saved = self._save_rows(output_ids, durable)
+        except Exception as error:  # a store that fails saves nothing, and the engine goes on
+            link.count(saves_failed=1)
+            link.store_failed("saving", error)
+            return Saved(reason=f"the store failed: {type(error).__name__}: {error}")
+        link.store_failed("saving", None)
+        link.count(pages_saved=saved.pages)
+        return saved
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As DynamicCache; repeats the loaded rows when generate() has expanded the batch.
+
+        Raises InvalidRequest when the whole prompt comes again on top of the loaded part.
+        """
+        before = self.get_seq_length(layer_idx)
+        if 0 < before == self._loaded_columns and key_states.shape[2] >= self._prompt.shape[1]:
+            raise InvalidRequest(
+                "the whole prompt is computed again after its loaded prefix, as assisted decoding "
+                "does; make the cache with load=False for it"
+            )
+        if before:
+            layer = self._layer(layer_idx)
+            rows, wanted = layer.keys.shape[0], key_states.shape[0]
+            if rows != wanted and rows == len(self._rows) and wanted % rows == 0:
+                layer.batch_repeat_interleave(wanted // rows)
+            if layer.keys.device != key_states.device:
+                layer.keys = layer.keys.to(key_states.device)
+                layer.values = layer.values.to(key_states.device)
+        width = self._prompt.shape[1]
+        if key_states.shape[2] > 1 and before + key_states.shape[2] > width:
+            self._sound_until(max(before, width))  # guesses of an assistant, or a second turn
+        both: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return both
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """As DynamicCache; only the prompt's columns can be saved afterwards."""
+        groups = torch.arange(len(beam_idx)) // max(1, len(beam_idx) // max(1, len(self._rows)))
+        moved = groups[beam_idx.to("cpu")] != groups
+        self._sound_until(0 if bool(moved.any()) else self._prompt.shape[1])
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """As DynamicCache; nothing can be saved afterwards."""
+        self._sound_until(0)
+        super().batch_select_indices(indices)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """As DynamicCache; only columns that were never cropped can be saved afterwards."""
+        super().crop(*args, **kwargs)
+        self._sound_until(self.get_seq_length())
+
+    def reset(self) -> None:
+        """As DynamicCache; nothing can be saved afterwards."""
+        self._sound_until(0)
+        super().reset()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+    def _preload(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        # An empty update sets a layer up in every version; then the tensors go in without a copy.
+        layer = self._layer(number)
+        layer.update(keys[:, :, :0], values[:, :, :0])
+        layer.keys, layer.values = keys, values
+
+    def _layer(self, number: int) -> Any:
+        # Always a DynamicLayer: model_spec refuses models with others. Its types say less.
+        return self.layers[number]
+
+    def _sound_until(self, columns: int) -> None:
+        known = self._sound_columns
+        self._sound_columns = columns if known is None else min(known, columns)
+
+    def _why_unsound(self, output_ids: torch.Tensor) -> str:
+        """Why the KV in here must not be stored as that of these tokens; "" if it may."""
+        batch, width = self._prompt.shape
+        if output_ids.ndim != 2 or output_ids.shape[1] < width or output_ids.shape[0] % batch:
+            return f"output ids of shape {tuple(output_ids.shape)} for a prompt of {batch, width}"
+        prompt = self._prompt.repeat_interleave(output_ids.shape[0] // batch, dim=0)
+        if not torch.equal(output_ids[:, :width].to(prompt.device), prompt):
+            return "the output does not begin with the prompt that the cache was made for"
+        if len(self.layers) != self._link.shape.layers:
+            return f"{len(self.layers)} layers, the spec says {self._link.shape.layers}"
+        columns = self.get_seq_length()
+        for number in range(len(self.layers)):
+            layer = self._layer(number)
+            if self.get_seq_length(number) != columns or not columns:
+                return "no tokens were computed, or not in every layer"
+            if not self._link.shape.holds(layer.keys, layer.values):
+                shape = tuple(layer.keys.shape)
+                return f"KV of layer {number} is {layer.keys.dtype} {shape}, not as in the spec"
+            if layer.keys.shape[0] % batch:
+                return f"{layer.keys.shape[0]} rows of KV for a batch of {batch}"
+        return ""
+
+    def _save_rows(self, output_ids: torch.Tensor, durable: bool) -> Saved:
+        columns = min(self.get_seq_length(), output_ids.shape[1])
+        kept, returned = self._layer(0).keys.shape[0], output_ids.shape[0]
+        sound = columns if self._sound_columns is None else min(columns, self._sound_columns)
+        if kept != returned:  # beams: rows of the output are not rows of the cache
+            sound = min(sound, self._prompt.shape[1])
+        outputs = output_ids.to("cpu").numpy().astype(np.int32)
+        each = kept // len(self._rows)
+        results = []
+        for number in range(kept):
+            row = self._rows[number // each]
+            tokens = outputs[number * returned // kept, row.padding : sound]
+            whole = self._whole_pages(tokens, len(row.tokens))
+            if len(whole):
+                results.append(self._save_row(number, row.padding, whole, durable))
+        return Saved(
+            sum(each.pages for each in results),
+            durable and bool(results) and all(each.durable for each in results),
+            "; ".join(dict.fromkeys(each.reason for each in results if each.reason)),
+        )
+
+    def _save_row(
+        self, number: int, padding: int, tokens: NDArray[np.int32], durable: bool
+    ) -> Saved:
+        link = self._link
+        with link.session.reserve(tokens) as run:
+            if not run.count:
+                unknown = durable and run.reason == "present"
+                reason = (
+                    "stored before, flush() waits until it is on disk" if unknown else run.reason
+                )
+                return Saved(reason="" if reason == "present" else reason)
+            start = padding + run.start * link.shape.page_tokens
+            stop = start + run.count * link.shape.page_tokens
+            pages = [link.shape.view(view) for view in run.views()]
+            for index in range(link.shape.layers):
+                layer = self._layer(index)
+                keys = layer.keys[number, :, start:stop].detach().to("cpu")
+                values = layer.values[number, :, start:stop].detach().to("cpu")
+                store_pages(pages, index, keys, values)
+            commit = run.commit(durable=durable)
+            return Saved(commit.pages, commit.durable, commit.reason or run.reason)
+
+    def _whole_pages(self, tokens: NDArray[np.int32], prompt: int) -> NDArray[np.int32]:
+        """Whole pages of a row, up to its first end token after the prompt: the rest is filling."""
+        ends = np.isin(tokens[prompt:], end_tokens(self._link.model))
+        if ends.any():
+            tokens = tokens[: prompt + int(ends.argmax()) + 1]
+        size = self._link.shape.page_tokens
+        return tokens[: len(tokens) // size * size]
+
+
+def end_tokens(model: HfModel) -> list[int]:
+    """The model's end-of-sequence tokens."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [int(ends)]
