@@ -217,7 +217,8 @@ class DiskWriter:
         with self._state.lock:
             wants: dict[tuple[int, int], list[int]] = {}
             for page in group:
-                metadata = len(index.tokens_of(page)) + len(index.extras_of(page))
+                tree = index.tree_of(page)
+                metadata = tree.page_bytes + len(index.table.extras.get(page, b""))
                 shape = int(index.table.payload_bytes[page]), aligned(metadata)
                 wants.setdefault(shape, []).append(page)
         slots: dict[int, int] = {}

@@ -142,7 +142,8 @@ class StoreState:
         """All that names a page, as the disk tier stores and compares it."""
         table = self.index.table
         parent = int(table.parent[page])
-        info = self.trees[self.index.root_of(page)]
+        tree = self.index.tree_of(page)
+        info = self.trees[tree.root]
         return PageRecord(
             root=info.root,
             tenant=info.tenant,
@@ -152,8 +153,8 @@ class StoreState:
             sequence=int(table.sequence[page]),
             parent_sequence=int(table.sequence[parent]) if parent != NO_PAGE else 0,
             page_index=int(table.depth[page]),
-            tokens=self.index.tokens_of(page),
-            extras=self.index.extras_of(page),
+            tokens=tree.tokens_of(page),
+            extras=table.extras.get(page, b""),
             payload_bytes=int(table.payload_bytes[page]),
             checksum=table.checksum[page].tobytes(),
             writer=self.writers[int(table.writer[page])],

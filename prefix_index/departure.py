@@ -100,7 +100,7 @@ class Departure:
         """Take the page of lowest score that may leave, again and again, until enough.
 
         `leaves` are the pages that may leave now; those above them join as they come free.
-        `scores` is a column by page id. Of equal scores the deeper page goes first.
+        `scores` is a column by page id. Of equal scores a page that came free goes first.
         """
         leaf_stream = _ascending(leaves, scores[leaves])
         freed: list[tuple[float, int, int]] = []

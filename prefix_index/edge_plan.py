@@ -97,7 +97,7 @@ def plan_edges(
     """
     count = len(rows)
     parent = rows.parent_rows.astype(np.int64)
-    lost = lost | (rows.tokens.min(axis=1, initial=0) < 0) | (parent == np.arange(count))
+    lost = lost | (rows.tokens.min(axis=1, initial=0) < 0)
     lost |= _twins(rows, parent, lost)
     children = np.bincount(parent[~lost & (parent != NO_ROW)], minlength=count)
     follows = ~lost & (parent != NO_ROW)

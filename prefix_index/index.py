@@ -103,7 +103,7 @@ class PrefixIndex:
 
     def tree_of(self, page: int) -> RadixTree:
         """The tree of a live page. Raises ValueError for other ids."""
-        self._expect_live(as_ids([page]))
+        self._expect_page(page)
         tree = self._by_number[self._nodes.tree[int(self.table.node[page])]]
         assert tree is not None, f"page {page} is in a dropped tree"
         return tree
@@ -134,12 +134,12 @@ class PrefixIndex:
         return self.tree_of(page).tokens_of(page)
 
     def extras_of(self, page: int) -> bytes:
-        self._expect_live(as_ids([page]))
+        self._expect_page(page)
         return self.table.extras.get(page, b"")
 
     def chain(self, page: int) -> Ids:
         """Ids from the first page of the chain down to `page`."""
-        self._expect_live(as_ids([page]))
+        self._expect_page(page)
         return self._nodes.chain(page)
 
     def children(self, page: int) -> list[int]:
@@ -268,7 +268,7 @@ class PrefixIndex:
 
     def lease(self, page: int) -> None:
         """Hold a page and its whole chain in the tiers where they are. Counted."""
-        self._expect_live(as_ids([page]))
+        self._expect_page(page)
         self._residency.lease(page)
 
     def unlease(self, page: int) -> None:
@@ -279,7 +279,7 @@ class PrefixIndex:
 
     def pin(self, page: int, until: float) -> None:
         """Hold a page and its whole chain until a time; the later end of two counts."""
-        self._expect_live(as_ids([page]))
+        self._expect_page(page)
         self._residency.pin(page, until)
 
     def unpin(self, page: int) -> bool:
@@ -355,6 +355,10 @@ class PrefixIndex:
         assert self.nodes <= len(self) + len(self._by_root), f"{self.nodes} nodes"
         extras = sum(tree.pages_with_extras for tree in self.trees())
         assert extras == len(self.table.extras), f"{extras} pages with extras counted"
+
+    def _expect_page(self, page: int) -> None:
+        if not self.table.is_live(page):
+            raise ValueError(f"{page} is not a live page")
 
     def _expect_live(self, ids: Ids) -> None:
         table = self.table
