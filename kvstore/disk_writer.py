@@ -230,17 +230,24 @@ class DiskWriter:
     def _reserve_alike(self, payload_bytes: int, metadata_bytes: int, count: int) -> list[int]:
         assert self._evictor is not None
         slot_bytes = self._disk.slot_bytes(payload_bytes, metadata_bytes)
-        slots: list[int] = self._disk.reserve("", payload_bytes, count, metadata_bytes)
+        slots = self._take(payload_bytes, metadata_bytes, count)
         while len(slots) < count:
             wanted = count - len(slots)
             with self._state.lock:
-                evicted = self._evictor.make_room_disk(slot_bytes, wanted)
-            self._state.free_unused_slots()
-            more = self._disk.reserve("", payload_bytes, wanted, metadata_bytes)
-            if evicted == 0 and not more:
+                evicted = self._evictor.make_room_disk(payload_bytes, wanted)
+            more = self._take(payload_bytes, metadata_bytes, wanted)
+            if not more:  # its kind has nothing to give: take a segment from another
+                with self._state.lock:
+                    evicted += self._evictor.empty_segment(slot_bytes)
+                more = self._take(payload_bytes, metadata_bytes, wanted)
+            if not more and evicted == 0:
                 break
             slots += more
         return slots
+
+    def _take(self, payload_bytes: int, metadata_bytes: int, count: int) -> list[int]:
+        self._state.free_unused_slots()
+        return self._disk.reserve("", payload_bytes, count, metadata_bytes)
 
     def _write(self, pages: list[int], slots: list[int]) -> dict[int, int]:
         """Write pages into slots; those that are now durable, with their slots."""

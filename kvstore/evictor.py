@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.prefix_index.page_table import HELD
 from kvstore.state import DISK, HOST
+from kvstore.tiers.segment import payload_class
 from kvstore.tiers.tier import SLOT_INDEX_BITS, aligned
 
 if TYPE_CHECKING:
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState
     from kvstore.tiers.tier import Container
 
-# Evict at least one part in this many of a tier's slots at a time: ranking costs a pass over all
-# pages, so it must not be paid for each page.
+# Evict a few more than are asked for: a sweep over all pages must not be paid for each one.
 BATCH_PART = 64
-RANK_PAGES_MIN = 256
+BATCH_PAGES_MAX = 256
 
 
 class Evictor:
@@ -45,71 +45,66 @@ class Evictor:
         host = self._state.host
         if host is None or not host.wait_populated(0.0):
             return 0
-        slot_bytes, containers = aligned(payload_bytes), host.containers()
-        alike = [item.tenant == tenant and item.slot_bytes == slot_bytes for item in containers]
-        evicted = self._evict(HOST, containers, alike, count)
+        slot_bytes = aligned(payload_bytes)
+        roots = [
+            root
+            for root, info in self._state.trees.items()
+            if info.tenant == tenant and aligned(info.page_bytes) == slot_bytes
+        ]
+        evicted = self._evict_coldest(HOST, roots, count)
+        if evicted == 0:
+            others = [
+                item
+                for item in host.containers()
+                if (item.tenant, item.slot_bytes) != (tenant, slot_bytes)
+            ]
+            evicted = self._empty_one(HOST, others)
         self._state.counters.host_evictions += evicted
         return evicted
 
-    def make_room_disk(self, slot_bytes: int, count: int) -> int:
-        """Take up to `count` pages off slots of that size on disk; how many pages left it."""
-        disk = self._state.disk
-        if disk is None:
-            return 0
-        containers = disk.containers()
-        alike = [item.slot_bytes == slot_bytes for item in containers]
-        evicted = self._evict(DISK, containers, alike, count)
+    def make_room_disk(self, payload_bytes: int, count: int) -> int:
+        """Take up to `count` pages of that size off the disk; how many pages left it."""
+        roots = [
+            root
+            for root, info in self._state.trees.items()
+            if payload_class(info.page_bytes) == payload_class(payload_bytes)
+        ]
+        evicted = self._evict_coldest(DISK, roots, count)
         self._state.counters.disk_evictions += evicted
         return evicted
 
-    def _evict(self, tier: int, containers: list[Container], alike: list[bool], count: int) -> int:
-        """Coldest pages from containers of the right kind, else all pages of one of another."""
-        right = [item for item, same in zip(containers, alike, strict=True) if same]
-        other = [item for item, same in zip(containers, alike, strict=True) if not same]
-        evicted = self._evict_coldest(tier, [item.container_id for item in right], count)
-        return evicted or self._empty_one(tier, other)
-
-    def _evict_coldest(self, tier: int, containers: list[int], count: int) -> int:
-        state, table = self._state, self._state.index.table
-        pages = state.index.candidates(tier, state.clock())
-        pages = pages[np.isin(table.slot[tier][pages] >> SLOT_INDEX_BITS, containers)]
-        if len(pages) == 0:
+    def empty_segment(self, slot_bytes: int) -> int:
+        """Take all pages off one segment of other slots, so that it can be remade."""
+        disk = self._state.disk
+        if disk is None:
             return 0
-        wanted = max(count, len(pages) // BATCH_PART)
-        limit = max(RANK_PAGES_MIN, 2 * wanted)
-        while True:
-            order = pages[state.policy.rank(table.last_use[pages], table.depth[pages], limit)]
-            evicted = self._take(tier, order, wanted)
-            # Leased subtrees may fill the cold end: look further before giving up.
-            if evicted or limit >= len(pages):
-                return evicted
-            limit *= 8
+        others = [item for item in disk.containers() if item.slot_bytes != slot_bytes]
+        evicted = self._empty_one(DISK, others)
+        self._state.counters.disk_evictions += evicted
+        return evicted
 
-    def _take(self, tier: int, order: NDArray[np.int32], wanted: int) -> int:
+    def _evict_coldest(self, tier: int, roots: list[bytes], count: int) -> int:
         state = self._state
-        if tier == HOST and state.disk is not None:
-            order = order[self._demote_first(order, wanted)]
-        victims = state.index.victims(tier, order, state.clock(), pages=wanted)
+        wanted = max(count, min(len(state.index) // BATCH_PART, BATCH_PAGES_MAX))
+        victims = self._coldest(tier, roots, wanted)
+        if tier == HOST and state.unwritten:
+            waiting = victims[np.isin(victims, list(state.unwritten))]
+            if len(waiting) and self._demote(waiting[::-1]):  # parents first
+                state.counters.demotions += len(waiting)
+                victims = self._coldest(tier, roots, wanted)
         self._leave(tier, victims)
         return len(victims)
 
-    def _demote_first(self, order: NDArray[np.int32], wanted: int) -> NDArray[np.bool_]:
-        """Queue what never reached the disk for it; a mask of what may go right now.
-
-        A page that the disk has had and evicted is colder than all that is there: it just goes.
-        """
-        table, unwritten = self._state.index.table, self._state.unwritten
-        everything = np.ones(len(order), dtype=np.bool_)
-        if not unwritten:
-            return everything
-        waits = np.isin(order, np.fromiter(unwritten, np.int32, len(unwritten)))
-        head = order[:wanted][waits[:wanted]]
-        if len(head) == 0:
-            return everything
-        # An ancestor goes to disk before its descendants: shallowest first.
-        taken = self._demote(head[np.argsort(table.depth[head], kind="stable")])
-        self._state.counters.demotions += taken
-        return ~waits if taken else everything
+    def _coldest(self, tier: int, roots: list[bytes], wanted: int) -> NDArray[np.int32]:
+        state = self._state
+        everything = len(roots) == len(state.trees)
+        return state.index.coldest(
+            tier,
+            state.clock(),
+            pages=wanted,
+            scores=state.policy.scores(state.index.table.last_use),
+            roots=None if everything else roots,
+        )
 
     def _leave(self, tier: int, victims: NDArray[np.int32]) -> None:
         state = self._state

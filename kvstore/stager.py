@@ -71,7 +71,10 @@ class Stager:
         with state.lock:
             if self.open_breaker:
                 return
-            entries = [self._join(page) for page in pages]
+            table = state.index.table
+            # Look again: another request may have staged some since the caller looked.
+            missing = [page for page in pages if not (table.state[page] >> HOST) & 1]
+            entries = [self._join(page) for page in missing]
             while not state.closed and any(not entry.done for entry in entries):
                 left = deadline - state.clock()
                 if left <= 0:

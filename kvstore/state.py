@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ClosedError
-from kvstore.prefix_index.page_table import DISK, HELD, HOST, NO_PAGE
+from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE
 from kvstore.tiers.tier import PageRecord
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class StoreState:
         return self.index.leases_of(page) > 0
 
     def is_pinned(self, page: int) -> bool:
-        return bool(self.index.table.state[page] & HELD) and page in self.index.pins
+        return self.index.is_pinned(page)
 
     def cut_condemned(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
         """The leading pages of a chain that are not waiting to be dropped."""

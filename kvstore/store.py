@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 DEFAULT_TENANT = "default"
 CLOSE_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 600.0
+USUAL_PAGE_BYTES = 1 << 20
+PAGES_EXPECTED_MAX = 4 << 20
 
 _log = logging.getLogger("kvstore.store")
 
@@ -98,8 +100,9 @@ class Store:
         disk, secret = _open_disk(config, files)
         try:
             host = _open_host(config, disk)
+            index = PrefixIndex(pages_expected=_pages_expected(config))
             self.state = StoreState(
-                config, PrefixIndex(), host, disk, LruPolicy(), secret or secrets.token_bytes(32)
+                config, index, host, disk, LruPolicy(), secret or secrets.token_bytes(32)
             )
         except BaseException:
             if disk is not None:
@@ -331,6 +334,11 @@ class Store:
         info = TreeInfo(root, tenant, spec.namespace, spec.page_tokens, spec.page_bytes)
         with state.lock:
             return state.trees.setdefault(root, info)
+
+
+def _pages_expected(config: StoreConfig) -> int:
+    """Room in the page table for the usual pages, so that it hardly ever has to be copied."""
+    return min((config.host_bytes + config.disk_bytes) // USUAL_PAGE_BYTES, PAGES_EXPECTED_MAX)
 
 
 def _keep_nothing(pages: object) -> int:

@@ -1,8 +1,9 @@
 """Rebuilds the trees from the disk tier's catalog after a start, while look-ups already run.
 
-Works on pieces of whole sub-trees, so that the lock is free again after some tens of milliseconds;
-the index takes each piece in numpy. Rows that no chain reaches give their slots back. When the disk
-can't be read at all, `error` says why and the store goes on with its memory alone.
+Works on pieces in order of sequence, so that parents come before children and the lock is free
+again after some tens of milliseconds; the index takes each piece in numpy. Rows that no chain
+reaches give their slots back. When the disk can't be read at all, `error` says why and the store
+goes on with its memory alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from kvstore.state import DISK, NO_PAGE, TreeInfo
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     from kvstore.state import StoreState
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.page_rows import RootRows
 
 PIECE_PAGES = 16_384
+LOST = -2  # as a parent page: the row hangs under one that was dropped
 
 _log = logging.getLogger("kvstore.store")
 
@@ -76,23 +76,32 @@ class WarmStart:
             names = {number: state.writer_id(name) for number, name in rows.writers.items()}
         writers = np.zeros(max(names, default=0) + 1, dtype=np.uint32)
         writers[list(names)] = list(names.values())
-        for piece in pieces(rows.parent_rows):
+        order = np.argsort(rows.sequences, kind="stable")
+        page_of_row = np.full(len(rows), LOST, dtype=np.int32)
+        for start in range(0, len(order), PIECE_PAGES):
             if self._stopping:
                 return
-            self._load_piece(rows, piece, writers)
+            self._load_piece(rows, order[start : start + PIECE_PAGES], writers, page_of_row)
 
     def _load_piece(
-        self, rows: RootRows, piece: NDArray[np.int64], writers: NDArray[np.uint32]
+        self,
+        rows: RootRows,
+        piece: NDArray[np.int64],
+        writers: NDArray[np.uint32],
+        page_of_row: NDArray[np.int32],
     ) -> None:
+        """Load rows `piece`; their parents are among them or, by page_of_row, in the tree."""
         state = self._state
-        parents = rows.parent_rows[piece]
         place = np.full(len(rows), NO_PAGE, dtype=np.int32)
         place[piece] = np.arange(len(piece), dtype=np.int32)
-        inside = np.where(parents >= 0, place[parents], NO_PAGE).astype(np.int32)
+        parents = rows.parent_rows[piece]
+        has_parent = parents >= 0
+        here = np.where(has_parent, place[parents], NO_PAGE)
+        earlier = has_parent & (here < 0)
         extras = {int(place[row]): value for row, value in rows.extras.items() if place[row] >= 0}
         part = PageRows(
             tokens=np.ascontiguousarray(rows.tokens[piece]),
-            parent_rows=inside,
+            parent_rows=here,
             keys=np.ascontiguousarray(rows.keys[piece]).view(np.uint64),
             sequences=rows.sequences[piece],
             payload_bytes=rows.payload_bytes[piece],
@@ -101,34 +110,15 @@ class WarmStart:
             writers=writers[rows.writer_ids[piece]],
             slots=rows.slots[piece],
             extras=extras,
+            parent_pages=np.where(earlier, page_of_row[parents], NO_PAGE).astype(np.int32),
+            parent_sequences=np.where(earlier, rows.sequences[parents], np.uint64(0)),
         )
         with state.lock:
             loaded = state.index.bulk_load(rows.root, rows.page_tokens, part, DISK)
+            page_of_row[piece] = np.where(loaded.ids == NO_PAGE, LOST, loaded.ids)
             ids = loaded.ids[loaded.ids != NO_PAGE]
             # The catalog knows when a page was stored, not when it was last asked for.
             age_s = state.wall_clock() - state.index.table.created[ids].astype(np.float64)
             state.index.table.last_use[ids] = state.clock() - np.maximum(age_s, 0.0)
             state.unused_slots.extend(part.slots[loaded.dropped].tolist())
             state.changed.notify_all()
-
-
-def pieces(parents: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
-    """Rows in parts of about PIECE_PAGES, each a union of whole sub-trees of first pages.
-
-    parents: row of each row's parent, -1 for first pages.
-    """
-    rows = np.arange(len(parents))
-    top = np.where(parents >= 0, parents, rows)
-    while True:  # pointer doubling: each round looks twice as far up
-        further = top[top]
-        if np.array_equal(further, top):
-            break
-        top = further
-    order = np.argsort(top, kind="stable")
-    starts = np.flatnonzero(np.diff(top[order], prepend=-1))
-    ends = np.append(starts[1:], len(order))
-    begin = 0
-    for end in ends.tolist():
-        if end - begin >= PIECE_PAGES or end == len(order):
-            yield order[begin:end]
-            begin = end

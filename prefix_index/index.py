@@ -286,6 +286,9 @@ class PrefixIndex:
         """End a pin now. False if there was none."""
         return self._residency.unpin(page)
 
+    def is_pinned(self, page: int) -> bool:
+        return self._residency.is_pinned(page)
+
     def expire_pins(self, now: float) -> int:
         return self._residency.expire_pins(now)
 

@@ -126,6 +126,9 @@ class Residency:
         self._let_go(page)
         return True
 
+    def is_pinned(self, page: int) -> bool:
+        return page in self._pins
+
     def expire_pins(self, now: float) -> int:
         """End the pins whose time has come; returns how many."""
         ended = 0

@@ -91,6 +91,7 @@ wild = st.integers(0, 24).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(rows=wild)
 @settings(deadline=None, max_examples=300)
 def test_wild_rows_give_what_a_walk_from_the_root_finds(rows):
@@ -110,6 +111,7 @@ orderly = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(rows=orderly, cuts=st.lists(st.integers(0, 30), max_size=3), deep=st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_rows_in_pieces_give_the_same_tree(rows, cuts, deep):

@@ -395,7 +395,7 @@ class EightBitMachine(IndexMachine):
 
 
 MODEST = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+    max_examples=100, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
 
 

@@ -50,6 +50,7 @@ chains = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(chain=chains, first=st.integers(0, 12))
 def test_keys_are_digests_of_the_documented_stream(chain, first):
     page_tokens, tokens, extras = chain
@@ -64,6 +65,7 @@ def test_keys_are_digests_of_the_documented_stream(chain, first):
     assert page_keys(ROOT, tokens, page_tokens, extras, first=first) == b"".join(expected[first:])
 
 
+@pytest.mark.slow
 @given(tokens=st.lists(st.integers(0, 2**31 - 1), max_size=20))
 def test_keys_do_not_depend_on_how_tokens_are_given(tokens):
     packed = struct.pack(f"<{len(tokens)}i", *tokens)
@@ -75,6 +77,7 @@ def test_keys_do_not_depend_on_how_tokens_are_given(tokens):
     assert len({page_keys(ROOT, form, 2) for form in forms}) == 1
 
 
+@pytest.mark.slow
 @given(one=chains, two=chains)
 def test_chains_that_differ_have_different_keys(one, two):
     def pages(chain):
@@ -98,6 +101,7 @@ def test_another_root_gives_other_keys():
     assert page_keys(ROOT, [1, 2], 1) != page_keys(ROOT[::-1], [1, 2], 1)
 
 
+@pytest.mark.slow
 def test_keys_are_equal_in_every_process_and_for_every_hash_seed():
     script = (
         "from kvstore.prefix_index.page_key import page_keys\n"

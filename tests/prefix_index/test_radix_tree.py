@@ -112,6 +112,18 @@ def test_an_edge_that_is_cut_short_joins_the_one_above():
     assert index.match(ROOT, range(20)).tolist() == ids[:4] + ids[6:]
 
 
+def test_a_page_with_children_cannot_be_removed():
+    index = PrefixIndex()
+    ids = store(index, range(4))
+    one, two = store(index, [*range(4), 5, 5])[-1:], store(index, [*range(4), 6, 6])[-1:]
+    index.clear_tier([*ids, *one, *two], HOST)
+    for pages in (ids[::-1], ids[1:], [*one, ids[1]], [*one, ids[0], ids[1], *two]):
+        with pytest.raises(ValueError, match="children"):
+            index.remove(pages)
+    index.remove([*two, *one, *ids[::-1]])
+    assert index.nodes == 0
+
+
 def test_page_ids_stay_and_rows_are_used_again():
     index = PrefixIndex()
     one = store(index, range(10))
@@ -168,12 +180,13 @@ class EightBitDigest:
         return self._stream.digest()[:1] * 16
 
 
+@pytest.mark.slow
 def test_with_keys_of_eight_bits_collisions_give_no_wrong_page():
-    """1,024 chains of 5 pages share 256 keys; each is found, and every other prompt misses."""
+    """256 chains of 5 pages share 256 keys; each is found, and every other prompt misses."""
     index = PrefixIndex()
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, 1 << 20, (1024, 5 * PAGE_TOKENS), dtype=np.int32)
-    stored, absent = prompts[:512], prompts[512:]
+    prompts = rng.integers(0, 1 << 20, (512, 5 * PAGE_TOKENS), dtype=np.int32)
+    stored, absent = prompts[:256], prompts[256:]
     chains = [store(index, prompt, digest=EightBitDigest) for prompt in stored]
     keys = {index.table.key_of(page) for page in itertools.chain(*chains)}
     assert len(keys) <= 256
@@ -186,7 +199,7 @@ def test_with_keys_of_eight_bits_collisions_give_no_wrong_page():
         asked = page_keys(ROOT, prompt, PAGE_TOKENS, digest=EightBitDigest)
         collisions += asked[-16:] in last_keys
         assert not len(index.match(ROOT, prompt))
-    assert collisions > 300
+    assert collisions > 100
 
 
 @pytest.mark.parametrize(
@@ -225,13 +238,14 @@ def test_a_run_that_does_not_add_up_is_refused_and_changes_nothing(change, reaso
     assert len(index) == 1
 
 
+@pytest.mark.slow
 def test_the_table_grows_and_keeps_what_it_holds():
     index = PrefixIndex(pages_expected=4)
-    prompts = np.random.default_rng(0).integers(0, 1000, (500, 8), dtype=np.int32)
+    prompts = np.random.default_rng(0).integers(0, 1000, (200, 8), dtype=np.int32)
     chains = [store(index, prompt) for prompt in prompts[:20]]
     sequences = index.table.sequence[chains[0]].tolist()
     chains += [store(index, prompt) for prompt in prompts[20:]]
-    assert index.table.rows == 2000
+    assert index.table.rows == 800
     assert index.table.sequence[chains[0]].tolist() == sequences
     for prompt, chain in zip(prompts, chains, strict=True):
         assert index.match(ROOT, prompt).tolist() == chain

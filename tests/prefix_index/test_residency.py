@@ -46,6 +46,7 @@ def tail_first(index, ids):
     return ids[np.argsort(-index.table.depth[ids], kind="stable")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_counts_stay_right_when_many_pages_come_and_go_at_once(seed):
     """check() recounts below[] from scratch; batches are above and below the sweep limit."""
@@ -136,10 +137,22 @@ def test_a_pin_ends_at_its_time_and_not_before():
     index.pin(page, 10.0)
     index.pin(page, 5.0)
     assert index.pins == {page: 10.0}
+    assert index.expire_pins(5.0) == 0
     assert not index.may_leave(page, DISK, 9.9)
     assert index.may_leave(page, DISK, 10.0)
     assert index.pins == {}
     assert not index.unpin(page)
+
+
+def test_a_pin_made_longer_ends_at_the_later_time():
+    index, ids = loaded([-1], np.random.default_rng(0))
+    page = int(ids[0])
+    index.pin(page, 10.0)
+    index.pin(page, 20.0)
+    assert index.expire_pins(10.0) == 0
+    assert not index.may_leave(page, DISK, 19.9)
+    assert index.expire_pins(20.0) == 1
+    assert index.may_leave(page, DISK, 20.0)
 
 
 def test_a_pin_and_a_lease_hold_a_page_each_on_its_own():
@@ -166,6 +179,46 @@ def test_a_hole_in_one_tier_is_no_barrier():
     index.clear_tier(ids[2:], HOST)
     index.check()
     assert index.may_leave(int(ids[0]), HOST, 0.0)
+
+
+def test_the_last_tier_is_left_only_by_a_page_with_nothing_below():
+    """The child is on disk only, so the leaf rule of the host tier alone would let the root go."""
+    index, ids = loaded([-1, 0], np.random.default_rng(0), HOST)
+    index.set_tier(ids[1:], DISK, [7])
+    index.clear_tier(ids[1:], HOST)
+    root = int(ids[0])
+    assert not index.may_leave(root, HOST, 0.0)
+    assert not len(index.evictable(HOST, 0.0))
+    assert not len(index.coldest(HOST, 0.0))
+    assert not len(index.victims(HOST, ids, 0.0))
+    index.set_tier(ids[:1], DISK, [8])
+    assert index.may_leave(root, HOST, 0.0)
+    assert index.evictable(HOST, 0.0).tolist() == [root]
+
+
+def test_a_leased_hole_holds_what_is_above_it():
+    """Root and grandchild in host; between them a leased page that is only on disk."""
+    index, ids = loaded([-1, 0, 1], np.random.default_rng(0))
+    index.set_tier(ids[[0, 2]], HOST, np.arange(2))
+    index.lease(int(ids[1]))
+    assert index.victims(HOST, ids, 0.0).tolist() == [ids[2]]
+    assert index.coldest(HOST, 0.0).tolist() == [ids[2]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_coldest_by_any_scores_is_what_a_greedy_search_finds(seed):
+    """Scores that do not rise towards the root, as policies other than LRU may have."""
+    rng = np.random.default_rng(seed)
+    index, ids = loaded(random_forest(rng, 60), rng)
+    scores = np.zeros(len(index.table.state))
+    scores[ids] = rng.permutation(60) / 100
+    chosen = index.coldest(DISK, 0.0, scores=scores).tolist()
+    for page in chosen:
+        free = index.evictable(DISK, 0.0)
+        assert page == free[np.argmin(scores[free])]
+        index.clear_tier([page], DISK)
+        index.remove([page])
+    assert len(chosen) == 60
 
 
 def test_calls_that_make_no_sense_are_refused_and_change_nothing():
