@@ -44,7 +44,7 @@ PAGE_BYTES = 2 << 20
 TINY_PAGE_BYTES = 64 << 10
 
 # Few pages of staging stay in the last-level cache between the client's copy and the server's.
-STAGING_PAGES = 6
+STAGING_PAGES = 4
 
 # The second client is told of pages in groups, so that waking it costs little.
 NOTIFY_PAGES = 16

@@ -7,6 +7,7 @@
       CapacityError    more bytes asked than the machine or the tier has
       DirectoryError   the store directory cannot be used: in use, foreign, newer, network mount
       ClosedError      the store, session or hit was closed before the call
+      SharedMemoryError (shared_memory.py)  a server's memory can't be attached or is gone
 
 Messages say field, value and bound, and the way out. They never hold secrets or token ids.
 """

@@ -1,4 +1,4 @@
-"""XXH3-128 of payloads, alone or while copying.
+"""XXH3-128 of payloads, alone or while copying; XXH3-64 of small records.
 
 The copy is hashed, not the source: the source may be memory that another process still scribbles
 on, and only the bytes that stay are worth a checksum.
@@ -12,10 +12,15 @@ import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 CHECKSUM_BYTES = 16
+
+# XXH3-64 that headers, records and identities carry, 8 bytes; the bare function, for its speed.
+check64: Callable[[bytes], bytes] = xxhash.xxh3_64_digest
 
 # A piece is copied and hashed while it lies in the second-level cache, so that hashing reads no
 # memory again. Smaller pieces cost more calls, larger ones fall out of the cache.

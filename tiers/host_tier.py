@@ -159,7 +159,7 @@ class HostTier:
         with self._guard():
             groups = list(self._groups(slots))
             for extent, indices in groups:
-                _require(extent, indices, SlotState.RESERVED)
+                _refuse_others(extent, indices, extent.states[indices] != SlotState.RESERVED)
             for extent, indices in groups:
                 extent.publish(indices)
 
@@ -198,7 +198,7 @@ class HostTier:
         with self._guard():
             groups = list(self._groups(slots))
             for extent, indices in groups:
-                _require(extent, indices, SlotState.RESERVED, SlotState.PUBLISHED)
+                _refuse_others(extent, indices, extent.states[indices] == SlotState.FREE)
             for extent, indices in groups:
                 if extent.free_count == 0:
                     self._open.setdefault(_class_of(extent), []).append(extent)
@@ -345,17 +345,22 @@ class HostTier:
 
     def _groups(self, slots: Sequence[int]) -> Iterator[tuple[Extent, NDArray[np.int64]]]:
         """The slots by extent. ValueError when one is named twice or does not exist."""
-        numbers = np.unique(np.asarray(slots, np.int64))
-        if len(numbers) != len(slots):
-            raise ValueError(f"host tier: {len(slots) - len(numbers)} slots named twice")
-        cuts = np.flatnonzero(np.diff(numbers >> SLOT_INDEX_BITS)) + 1
-        for group in np.split(numbers, cuts) if len(numbers) else ():
-            extent = self._extent(int(group[-1]))
-            yield extent, group & SLOT_INDEX_MASK
+        numbers = np.array(slots, np.int64)
+        numbers.sort()
+        if (numbers[1:] == numbers[:-1]).any():
+            raise ValueError("host tier: a slot is named twice")
+        start = 0
+        while start < len(numbers):
+            extent = self._extent(int(numbers[start]))
+            end = int(numbers.searchsorted((extent.container_id + 1) << SLOT_INDEX_BITS))
+            self._extent(int(numbers[end - 1]))
+            yield extent, numbers[start:end] & SLOT_INDEX_MASK
+            start = end
 
     def _write_target(self, slot: int, page: PageRecord, payload: memoryview) -> memoryview:
         extent, index = self._extent(slot), slot & SLOT_INDEX_MASK
-        _require(extent, np.array([index]), SlotState.RESERVED)
+        if extent.states[index] != SlotState.RESERVED:
+            _refuse_others(extent, np.array([index]), np.array([True]))
         if payload.nbytes < page.payload_bytes or page.payload_bytes > extent.slot_bytes:
             raise ValueError(
                 f"page of {page.payload_bytes} bytes: payload has {payload.nbytes}, the slot "
@@ -380,13 +385,15 @@ def _class_of(extent: Extent) -> tuple[str, int]:
     return extent.tenant, extent.slot_bytes
 
 
-def _require(extent: Extent, indices: NDArray[np.int64], *states: SlotState) -> None:
-    wrong = indices[~np.isin(extent.states[indices], [int(state) for state in states])]
-    if len(wrong):
-        found = SlotState(int(extent.states[wrong[0]])).name.lower()
+def _refuse_others(
+    extent: Extent, indices: NDArray[np.int64], are_wrong: NDArray[np.bool_]
+) -> None:
+    if are_wrong.any():
+        index = int(indices[are_wrong][0])
+        state = SlotState(int(extent.states[index])).name.lower()
+        wanted = "reserved" if state == "published" else "in use"
         raise ValueError(
-            f"host tier: slot {wrong[0]} of extent {extent.container_id} is {found}, not "
-            + " or ".join(state.name.lower() for state in states)
+            f"host tier: slot {index} of extent {extent.container_id} is {state}, not {wanted}"
         )
 
 

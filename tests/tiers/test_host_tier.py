@@ -195,7 +195,13 @@ def test_slots_that_are_not_in_use_are_refused_without_a_change(call: str) -> No
     with opened(MIB) as tier:
         slots = tier.reserve("a", 4096, 2)
         tier.free_many(slots[1:])
-        for wrong in ([slots[0], slots[1]], [slots[0], slots[0]], [slots[0], 99 << 24], [-1]):
+        for wrong in (
+            [slots[0], slots[1]],
+            [slots[0], slots[0]],
+            [slots[0], 99 << 24],
+            [-1],
+            [slots[0] + 10**6],
+        ):
             with pytest.raises(ValueError, match=r"named twice|is free|no slot"):
                 getattr(tier, call)(wrong)
         assert tier.usage().used_slots == 1
