@@ -62,6 +62,8 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             event: dict[str, Any] = json.loads(line)
+            if event["event"] == "failed":
+                raise DemoError(event["text"])
             yield event
             if event["event"] == "ready":
                 return
@@ -80,7 +82,10 @@ class Worker:
         """Let it close its store and go."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(END_S_MAX)
+        try:
+            self._process.wait(END_S_MAX)
+        except subprocess.TimeoutExpired as exc:
+            raise DemoError(f"the store did not close within {END_S_MAX:.0f} s") from exc
 
     def __enter__(self) -> Worker:
         return self
@@ -99,16 +104,16 @@ class Demo:
         self.options = options
         self.results: list[dict[str, Any]] = []
         self.chain = ""
-        self.prompt_tokens = 0
+        self.model = Path()
 
     def run(self, log: TextIO) -> None:
         """All three runs; DemoError when one does not come about."""
         options = self.options
         name = options.model.name if options.model else MODEL_NAME
-        model = options.model or self._own_model(log)
+        self.model = options.model or self._own_model(log)
         options.dir.mkdir(parents=True, exist_ok=True)
         task = {
-            "model": str(model),
+            "model": str(self.model),
             "name": name,
             "directory": str(options.dir),
             "dtype": options.dtype,
@@ -126,8 +131,8 @@ class Demo:
 
     @property
     def prompt_file(self) -> Path:
-        """The prompt's token ids, for `kvstore explain`."""
-        return Path(f"{self.options.dir}-prompt.json")
+        """Token ids of another question about the same text, for `kvstore explain`."""
+        return Path(f"{self.options.dir}-question-2.json")
 
     def rows(self) -> list[Row]:
         """The results as they are shown."""
@@ -172,7 +177,6 @@ class Demo:
                 self.chain = event["chain"]
 
     def _show_loaded(self, event: dict[str, Any]) -> None:
-        self.prompt_tokens = event["prompt_tokens"]
         self._say(
             f"Loaded in {event['seconds']:.1f} s. Prompt: {event['prompt_tokens']:,} tokens of "
             f"Python's manual, then: [italic]{event['question']}[/]"
@@ -181,8 +185,12 @@ class Demo:
     def _follow_run(self, events: Iterator[dict[str, Any]], name: str) -> None:
         self.console.rule(f"[bold]{name}", align="left")
         event = self._wait_for(events, "waiting for the first token")
+        held_back = ""  # an answer's last line breaks are not worth showing
         while event["event"] == "text":
-            self.console.print(event["text"], end="", style="cyan", markup=False, highlight=False)
+            text = held_back + event["text"]
+            shown = text.rstrip("\n")
+            held_back = text[len(shown) :]
+            self.console.print(shown, end="", style="cyan", markup=False, highlight=False)
             event = next(events)
         self.results.append(event)
         self.console.print()
@@ -248,7 +256,8 @@ def conclude(demo: Demo) -> int:
     for line in (
         f"ls {options.dir}",
         f"inspect {options.dir} {demo.chain[:12]}",
-        f"explain {options.dir} --tenant demo --tokens-file {demo.prompt_file}",
+        f"explain {options.dir} --tenant demo --tokens-file {demo.prompt_file} "
+        f"--tokenizer {demo.model}",
     ):
         console.print(f"  {shown} {line}", markup=False, highlight=False, soft_wrap=True)
     return 0
@@ -288,8 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             demo.run(log)
         except (DemoError, FileNotFoundError) as exc:
-            console.print(f"[bold red]kvstore demo:[/] {exc}", highlight=False)
+            console.print(f"kvstore demo: {exc}", style="bold red", markup=False, highlight=False)
             return 1
+        except KeyboardInterrupt:
+            return 130
     return conclude(demo)
 
 

@@ -30,11 +30,11 @@ class Row:
 def results_table(rows: list[Row]) -> Table:
     """The runs, one a line."""
     table = Table(title="Time to first token, one prompt, three times")
-    table.add_column("run")
-    for name in ("TTFT", "tokens reused", "computed"):
-        table.add_column(name, justify="right")
-    table.add_column("from tier")
-    table.add_column("same answer")
+    table.add_column("run", no_wrap=True)
+    for name in ("TTFT", "tokens\nreused", "computed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("from\ntier")
+    table.add_column("same\nanswer")
     for row in rows:
         computed = row.prompt_tokens - row.reused_tokens
         same = {None: "-", True: "yes", False: "NO"}[row.same_answer]

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvstore import Store
 from kvstore.engine_adapter.model_spec import model_spec
 from kvstore.engine_adapter.transformers_adapter import TransformersAdapter
+from kvstore.errors import KVStoreError
 from kvstore.quantity import format_bytes
 from kvstore.removal import Selection
 from kvstore.weights import weights_digest
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 TENANT = "demo"
 PROMPT_TOKENS_MAX = 3000
 NEW_TOKENS_MAX = 48
+# The first is asked; the other is for `kvstore explain` to show what it would reuse.
+QUESTIONS = (
+    "How do I get the number of items in a dictionary d?",
+    "How do I remove all items from a dictionary d?",
+)
 LOAD_DEADLINE_S = 30.0
 HOST_BYTES_MIN = 512 << 20
 DISK_BYTES_MIN = 2 << 30
@@ -48,7 +54,7 @@ class Task:
     directory: str
     dtype: str
     runs: list[str]
-    prompt_file: str
+    prompt_file: str  # where to leave the token ids of another question about the same text
     forget: bool  # begin with a store that has nothing of the demo
 
 
@@ -117,36 +123,34 @@ class StopAtBlankLine(transformers.StoppingCriteria):
         return torch.full((input_ids.shape[0],), "\n\n" in text.strip(" "), dtype=torch.bool)
 
 
-def prompt_text() -> tuple[str, str]:
-    """A long text that ships with Python, and a question about it."""
+def prompts(tokenizer: Any, tokens_max: int) -> list[torch.Tensor]:
+    """The questions, [1, tokens] each, after as many whole lines of one long text as fit.
+
+    The text ships with Python: its manual's page on dictionaries.
+    """
     from pydoc_data.topics import topics
 
-    return str(topics["typesmapping"]).strip(), "How do I get the number of items in a dictionary d?"
+    lines = str(topics["typesmapping"]).strip().splitlines(keepends=True)
 
-
-def prompt_ids(tokenizer: Any, tokens_max: int) -> torch.Tensor:
-    """Text and question, [1, tokens]: as many whole lines of the text as fit."""
-    text, question = prompt_text()
-    lines = text.splitlines(keepends=True)
-
-    def ask(count: int) -> Any:
+    def ask(question: str, count: int) -> torch.Tensor:
         content = "".join(lines[:count]).rstrip() + "\n\n" + question
         if not tokenizer.chat_template:
-            return tokenizer(content + "\nAnswer:", return_tensors="pt").input_ids
+            ids: torch.Tensor = tokenizer(content + "\nAnswer:", return_tensors="pt").input_ids
+            return ids
         chat = [{"role": "user", "content": content}]
-        return tokenizer.apply_chat_template(
+        ids = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).input_ids
+        return ids
 
     fits, too_many = 1, len(lines) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if ask(middle).shape[1] <= tokens_max:
+        if ask(QUESTIONS[0], middle).shape[1] <= tokens_max:
             fits = middle
         else:
             too_many = middle
-    ids: torch.Tensor = ask(fits)
-    return ids
+    return [ask(question, fits) for question in QUESTIONS]
 
 
 def answer(
@@ -191,7 +195,7 @@ def work(task: Task, send: Callable[..., None]) -> None:
     )
     model.eval()
     room = getattr(model.config, "max_position_embeddings", PROMPT_TOKENS_MAX)
-    ids = prompt_ids(tokenizer, min(PROMPT_TOKENS_MAX, room - NEW_TOKENS_MAX))
+    ids, other = prompts(tokenizer, min(PROMPT_TOKENS_MAX, room - NEW_TOKENS_MAX))
     unknown = model_spec(model, weights="files:" + "0" * 64)
     pages = -(-(ids.shape[1] + NEW_TOKENS_MAX) // unknown.page_tokens)
     need = pages * unknown.page_bytes
@@ -211,7 +215,7 @@ def work(task: Task, send: Callable[..., None]) -> None:
         )
         if task.forget:
             store.evict(Selection(tenant=TENANT))
-        Path(task.prompt_file).write_text(json.dumps(ids[0].tolist()), encoding="utf-8")
+        Path(task.prompt_file).write_text(json.dumps(other[0].tolist()), encoding="utf-8")
         # The first tokens of a process are slow whatever they are; nobody waits for these.
         with torch.inference_mode():
             model.generate(
@@ -221,7 +225,7 @@ def work(task: Task, send: Callable[..., None]) -> None:
             "loaded",
             seconds=time.perf_counter() - start,
             prompt_tokens=ids.shape[1],
-            question=prompt_text()[1],
+            question=QUESTIONS[0],
             page_tokens=adapter.spec.page_tokens,
             page_bytes=format_bytes(adapter.spec.page_bytes),
             threads=torch.get_num_threads(),
@@ -246,7 +250,12 @@ def main() -> None:
     """Keep stdout for events alone: libraries that print do so on stderr."""
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    work(Task(**json.loads(sys.argv[1])), _event_sender(events))
+    send = _event_sender(events)
+    try:
+        work(Task(**json.loads(sys.argv[1])), send)
+    except (KVStoreError, OSError) as exc:  # the world's doing: a sentence is enough
+        send("failed", text=str(exc))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

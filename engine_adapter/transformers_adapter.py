@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 
 from kvstore.engine_adapter.layout import PageShape, load_pages
 from kvstore.engine_adapter.model_probe import probe_model
@@ -59,13 +60,16 @@ log = logging.getLogger("kvstore.engine_adapter")
 
 LOAD_DEADLINE_S = 2.0
 
-# Arguments of generate(), or settings, that make it guess tokens ahead.
-_SPECULATION = (
+# Arguments of generate(), or settings, with which it computes the whole prompt again behind a
+# prefix that its cache has: they make it guess tokens ahead, or (before version 5) go in chunks.
+_NO_PREFIX = [
     "assistant_model",
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
     "speculation_type",
-)
+]
+if int(transformers.__version__.split(".")[0]) < 5:
+    _NO_PREFIX.append("prefill_chunk_size")
 # Arguments of generate() that name another cache.
 _CACHE_CHOICES = ("cache", "past_key_values", "cache_implementation", "cache_config")
 
@@ -96,7 +100,7 @@ class TransformersAdapter:
         self.model = model
         self.spec = model_spec(
             model,
-            weights=weights or f"files:{tensors_digest(model)}",
+            weights=weights or f"tensors:{tensors_digest(model)}",
             name=name,
             page_tokens=page_tokens,
             adapter=adapter_digest,
@@ -165,7 +169,7 @@ class TransformersAdapter:
             self._link.count(bypassed=1)
             log.info("not cached: %s may change the KV", ", ".join(unknown) or "use_cache=False")
             return self.model.generate(input_ids, attention_mask=attention_mask, **arguments)
-        cache = self.cache(input_ids, attention_mask, load=not _speculates(self.model, arguments))
+        cache = self.cache(input_ids, attention_mask, load=takes_prefix(self.model, arguments))
         output = self.model.generate(input_ids, **cache.arguments(), **arguments)
         cache.save(
             output if isinstance(output, torch.Tensor) else output.sequences, durable=durable
@@ -262,11 +266,11 @@ def _harmless_arguments(model: HfModel) -> set[str]:
     return own - {"inputs", "kwargs", "custom_generate", "negative_prompt_ids"}
 
 
-def _speculates(model: HfModel, arguments: dict[str, Any]) -> bool:
+def takes_prefix(model: HfModel, arguments: dict[str, Any]) -> bool:
+    """Whether generate() goes on from a prefix in its cache, called like this."""
     settings = arguments.get("generation_config") or model.generation_config
-    return any(
-        arguments.get(name) is not None or getattr(settings, name, None) is not None
-        for name in _SPECULATION
+    return all(
+        arguments.get(name) is None and getattr(settings, name, None) is None for name in _NO_PREFIX
     )
 
 

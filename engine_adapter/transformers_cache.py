@@ -176,10 +176,11 @@ class StoredPrefixCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As DynamicCache; repeats the loaded rows when generate() has expanded the batch.
 
-        Raises InvalidRequest when the whole prompt comes again on top of the loaded part.
+        Raises InvalidRequest when more of the prompt comes than is missing after the loaded part.
         """
-        before = self.get_seq_length(layer_idx)
-        if 0 < before == self._loaded_columns and key_states.shape[2] >= self._prompt.shape[1]:
+        before, more = self.get_seq_length(layer_idx), key_states.shape[2]
+        width = self._prompt.shape[1]
+        if self._loaded_columns and before < width < before + more:
             raise InvalidRequest(
                 "the whole prompt is computed again after its loaded prefix, as assisted decoding "
                 "does; make the cache with load=False for it"
@@ -192,8 +193,7 @@ class StoredPrefixCache(DynamicCache):
             if layer.keys.device != key_states.device:
                 layer.keys = layer.keys.to(key_states.device)
                 layer.values = layer.values.to(key_states.device)
-        width = self._prompt.shape[1]
-        if key_states.shape[2] > 1 and before + key_states.shape[2] > width:
+        if more > 1 and before + more > width:
             self._sound_until(max(before, width))  # guesses of an assistant, or a second turn
         both: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
@@ -284,12 +284,8 @@ class StoredPrefixCache(DynamicCache):
     ) -> Saved:
         link = self._link
         with link.session.reserve(tokens) as run:
-            if not run.count:
-                unknown = durable and run.reason == "present"
-                reason = (
-                    "stored before, flush() waits until it is on disk" if unknown else run.reason
-                )
-                return Saved(reason="" if reason == "present" else reason)
+            if not run.count and run.reason != "present":
+                return Saved(reason=run.reason)
             start = padding + run.start * link.shape.page_tokens
             stop = start + run.count * link.shape.page_tokens
             pages = [link.shape.view(view) for view in run.views()]
@@ -299,7 +295,8 @@ class StoredPrefixCache(DynamicCache):
                 values = layer.values[number, :, start:stop].detach().to("cpu")
                 store_pages(pages, index, keys, values)
             commit = run.commit(durable=durable)
-            return Saved(commit.pages, commit.durable, commit.reason or run.reason)
+            reason = "" if run.reason == "present" else run.reason
+            return Saved(commit.pages, commit.durable, commit.reason or reason)
 
     def _whole_pages(self, tokens: NDArray[np.int32], prompt: int) -> NDArray[np.int32]:
         """Whole pages of a row, up to its first end token after the prompt: the rest is filling."""

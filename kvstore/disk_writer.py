@@ -215,15 +215,18 @@ class DiskWriter:
         """A disk slot for each page, as far as they go."""
         index = self._state.index
         with self._state.lock:
-            wants: dict[tuple[int, int], list[int]] = {}
+            wants: dict[tuple[int, int], list[int]] = {}  # by bytes of payload and of slot
+            longest: dict[tuple[int, int], int] = {}  # metadata among them
             for page in group:
                 tree = index.tree_of(page)
                 metadata = tree.page_bytes + len(index.table.extras.get(page, b""))
-                shape = int(index.table.payload_bytes[page]), aligned(metadata)
+                payload = int(index.table.payload_bytes[page])
+                shape = payload, self._disk.slot_bytes(payload, metadata)
                 wants.setdefault(shape, []).append(page)
+                longest[shape] = max(metadata, longest.get(shape, 0))
         slots: dict[int, int] = {}
-        for (payload_bytes, metadata_bytes), pages in wants.items():
-            got = self._reserve_alike(payload_bytes, metadata_bytes, len(pages))
+        for shape, pages in wants.items():
+            got = self._reserve_alike(shape[0], longest[shape], len(pages))
             slots.update(zip(pages, got, strict=False))
         return {page: slots[page] for page in group if page in slots}
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from kvstore.session import Session
 
 
+PRESENT = "present"
+Chain = tuple[bytes, dict[int, bytes]]  # whole pages of tokens, extras by page index
+NOTHING: Chain = (b"", {})
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """The pages of a reservation: where they start and what names them."""
@@ -48,11 +53,13 @@ class Commit:
 class Reservation:
     """What Session.reserve() gave. Fill its views, then commit; leaving without a commit aborts."""
 
-    def __init__(self, session: Session, run: Run, reason: str) -> None:
+    def __init__(self, session: Session, run: Run, reason: str, chain: Chain = NOTHING) -> None:
+        """`chain`: the tokens and extras of a prompt of which all was present."""
         self._session = session
         self._state = session.state
         self._run = run
         self._open = bool(run.slots)
+        self._chain = chain
         self.reason = reason
 
     @property
@@ -76,34 +83,33 @@ class Reservation:
     def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
         """Publish the pages. With `durable`, wait until they and their ancestors are on disk.
 
-        Raises InvalidRequest when there is nothing left to commit.
+        Where all was "present" already, there is nothing to publish, but `durable` still waits.
+        Raises InvalidRequest when the reservation was given up, or never had anything to commit.
         """
         state = self._state
         deadline = state.clock() + checked_deadline(deadline_s)
         state.require_open()
-        if not self._open:
+        if not self._open and self.reason != PRESENT:
             raise InvalidRequest("this reservation is empty, committed or aborted already")
-        assert state.host is not None
-        sums = b"".join(checksum(view) for view in self.views())
-        checksums = np.frombuffer(sums, dtype=np.uint64).reshape(-1, 2)
+        checksums = self._checksums()
         writer, ticket = self._session.disk_writer, None
         with state.lock:
             state.require_open()
+            published = self._open
             self._open = False
-            pages = self._publish(checksums)
-            queued = writer.enqueue(pages.tolist()) if writer is not None else 0
-            if writer is not None and not queued:
-                state.unwritten.update(pages.tolist())
-            if durable and writer is not None:
-                ticket = writer.ticket([int(pages[-1])])
-            self._settle()
+            last = self._publish(checksums) if published else self._session.last_page(self._chain)
+            if durable and writer is not None and last != NO_PAGE:
+                ticket = writer.ticket([last])
+            if published:
+                self._settle()
+        count = len(self._run.slots) if published else 0
         if ticket is None or writer is None:
             reason = "this store has no disk tier" if durable else ""
-            return Commit(len(pages), durable=False, reason=reason)
+            return Commit(count, durable=False, reason=reason)
         if writer.wait(ticket, deadline):
-            return Commit(len(pages), durable=True)
+            return Commit(count, durable=True)
         reason = "the deadline passed" if ticket.remaining else "the disk tier failed or is full"
-        return Commit(len(pages), durable=False, reason=f"{reason} ({queued} pages were queued)")
+        return Commit(count, durable=False, reason=reason)
 
     def abort(self) -> None:
         """Give the slots back; nothing was ever visible. Doing it again does nothing."""
@@ -127,7 +133,12 @@ class Reservation:
     ) -> None:
         self.abort()
 
-    def _publish(self, checksums: NDArray[np.uint64]) -> NDArray[np.int32]:
+    def _checksums(self) -> NDArray[np.uint64]:
+        sums = b"".join(checksum(view) for view in self.views())
+        return np.frombuffer(sums, dtype=np.uint64).reshape(-1, 2)
+
+    def _publish(self, checksums: NDArray[np.uint64]) -> int:
+        """Make the pages visible and queue them for the disk; the last one's id."""
         state, run, count = self._state, self._run, len(self._run.slots)
         assert state.host is not None
         first = state.take_sequences(count)
@@ -150,7 +161,10 @@ class Reservation:
         state.index.set_tier(pages, HOST, np.array(slots, dtype=np.int64))
         state.index.table.created[pages] = int(state.wall_clock())
         state.counters.pages_committed += count
-        return pages
+        writer = self._session.disk_writer
+        if writer is not None and not writer.enqueue(pages.tolist()):
+            state.unwritten.update(pages.tolist())
+        return int(pages[-1])
 
     def _settle(self) -> None:
         """Forget what was pending and let the parent go. The lock is held."""

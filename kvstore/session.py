@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
-from kvstore.reservation import Reservation, Run
+from kvstore.reservation import PRESENT, Reservation, Run
 from kvstore.state import NO_PAGE
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstore.disk_writer import DiskWriter
     from kvstore.evictor import Evictor
     from kvstore.request import Extras, Tokens
+    from kvstore.reservation import Chain
     from kvstore.spec import CacheSpec
     from kvstore.stager import Stager
     from kvstore.state import StoreState, TreeInfo
@@ -110,7 +111,7 @@ class Session:
                 state.require_open()
             if made.count:
                 self._held.add(made)
-            elif made.reason not in ("present", "in progress"):
+            elif made.reason not in (PRESENT, "in progress"):
                 state.counters.reservations_refused += 1
             return made
 
@@ -156,6 +157,13 @@ class Session:
             else:
                 item.abort()
 
+    def last_page(self, chain: Chain) -> int:
+        """The deepest page of a stored chain, NO_PAGE if it has gone. The lock is held."""
+        tokens, extras = chain
+        pages = self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
+        whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
+        return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
+
     def forget(self, item: Match | Reservation) -> None:
         """A match or reservation has ended."""
         with self.state.lock:
@@ -183,7 +191,8 @@ class Session:
         found = state.index.match(self.root, tokens, extras)
         start = len(found)
         if start >= total:
-            return self._nothing(start, "present")
+            run = Run(start, NO_PAGE, b"", {}, b"", ())
+            return Reservation(self, run, PRESENT, (tokens, extras))
         if state.condemned and len(state.cut_condemned(found)) < start:
             return self._nothing(start, "in progress")
         stop = self._free_until(keys, start, total)

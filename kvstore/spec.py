@@ -54,7 +54,7 @@ SPEC_JSON_BYTES_MAX = 1 << 20
 PAGE_BYTES_AIM = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{32,128}", re.ASCII)
-_WEIGHTS = re.compile(r"(hub|files):[0-9a-f]{32,128}", re.ASCII)
+_WEIGHTS = re.compile(r"(hub|files|tensors):[0-9a-f]{32,128}", re.ASCII)
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound="Enum")
@@ -69,7 +69,7 @@ class CacheSpec:
     """
 
     model: str = ""  # for people and for equality; weights and config decide
-    weights: str = ""  # "hub:<commit>" or "files:<digest>", see kvstore.weights
+    weights: str = ""  # "hub:<commit>", "files:<digest>" (kvstore.weights), "tensors:<digest>"
     config_digest: str = ""  # json_digest() of the model's config
     backend: str = ""  # whose KV this is: "transformers", "vllm-cpu", ...
     page_format: str = ""  # "plain", or the packing by ISA or kernel that the backend uses
@@ -214,7 +214,12 @@ def _check_spec(spec: CacheSpec) -> None:
 def _check_model_fields(spec: CacheSpec) -> None:
     quantization = _present("quantization", spec.quantization)
     patterns = [
-        ("weights", spec.weights, _WEIGHTS, "'hub:<commit>' or 'files:<digest>'"),
+        (
+            "weights",
+            spec.weights,
+            _WEIGHTS,
+            "'hub:<commit>', 'files:' or 'tensors:<digest>'",
+        ),
         ("config_digest", spec.config_digest, _DIGEST, "32 to 128 hex digits; see json_digest()"),
     ]
     if spec.adapter != "none":

@@ -225,7 +225,7 @@ def test_the_digest_of_tensors_sees_every_weight() -> None:
 class LooksAhead(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """Adds the mean of all tokens to each."""
 
-    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)
         return super().forward(
             inputs_embeds=embedded + embedded.mean(dim=1, keepdim=True), **kwargs

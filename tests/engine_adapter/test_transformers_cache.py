@@ -3,6 +3,7 @@ answers with and without the store are the same."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,10 @@ transformers = pytest.importorskip("transformers", reason="the adapter under tes
 
 from kvstore import Store  # noqa: E402 - after the importorskip
 from kvstore.engine_adapter.layout import as_integers  # noqa: E402
-from kvstore.engine_adapter.transformers_adapter import TransformersAdapter  # noqa: E402
+from kvstore.engine_adapter.transformers_adapter import (  # noqa: E402
+    TransformersAdapter,
+    takes_prefix,
+)
 from kvstore.errors import InvalidRequest  # noqa: E402
 
 if TYPE_CHECKING:
@@ -113,8 +117,8 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def plain(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: Any) -> Any:
     """generate() without a store."""
     mask = torch.ones_like(ids) if mask is None else mask
-    settings = {"max_new_tokens": 20, "do_sample": False} | more
-    return model.generate(ids, attention_mask=mask, **settings)
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False} | more
+    return model.generate(ids, **settings)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -381,7 +385,7 @@ def test_other_ways_to_generate_give_what_they_give_without_store(
         settings = {"max_new_tokens": 20, "do_sample": False} | more
         found = adapter.generate(ids, torch.ones_like(ids), **settings)
         assert torch.equal(found, wanted)
-    assert adapter.counters().hits == int(kind != "an assistant")
+    assert adapter.counters().hits == int(takes_prefix(model, more))
     for row in found:
         check_stored_kv(adapter, model, row[None])
 
@@ -389,12 +393,16 @@ def test_other_ways_to_generate_give_what_they_give_without_store(
 def test_assisted_decoding_over_a_loaded_prefix_is_refused_not_answered_wrongly(
     adapter: TransformersAdapter, model: Any
 ) -> None:
-    """transformers feeds the whole prompt again, behind whatever prefix its caller's cache has."""
+    """transformers 5 feeds the whole prompt again, behind whatever prefix the cache has."""
     ids = prompt(40)
     adapter.generate(ids, max_new_tokens=2, do_sample=False)
     cache = adapter.cache(ids)
-    with pytest.raises(InvalidRequest, match="load=False"):
-        model.generate(ids, **cache.arguments(), max_new_tokens=20, prompt_lookup_num_tokens=4)
+    wanted = plain(model, ids)
+    refusal = pytest.raises(InvalidRequest, match="load=False")
+    refuses = int(transformers.__version__.split(".")[0]) >= 5
+    with refusal if refuses else contextlib.nullcontext():
+        found = plain(model, ids, prompt_lookup_num_tokens=4, **cache.arguments())
+        assert torch.equal(found, wanted)
 
 
 def test_beams_of_a_padded_batch_give_what_they_give_without_store(
@@ -468,15 +476,14 @@ def test_a_cache_that_was_emptied_or_picked_from_saves_nothing(
     assert store.stats().pages == 0
 
 
-def test_kv_of_another_dtype_is_not_saved(
-    adapter: TransformersAdapter, model: Any, store: Store
-) -> None:
+def test_kv_of_another_dtype_is_not_saved(store: Store) -> None:
+    model = llama()
+    adapter = TransformersAdapter(store, model, page_tokens=PAGE)
+    model.to(torch.bfloat16)
     ids = prompt(40)
     cache = adapter.cache(ids)
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        model(ids, **cache.arguments())
-    assert cache.layers[0].values.dtype == torch.bfloat16
-    assert "not as in the spec" in cache.save(ids).reason
+    output = model.generate(ids, **cache.arguments(), max_new_tokens=2, do_sample=False)
+    assert "not as in the spec" in cache.save(output).reason
     assert store.stats().pages == 0
 
 
@@ -597,6 +604,7 @@ def test_a_closed_store_is_a_miss(model: Any) -> None:
     assert adapter.counters().saves_failed == 1
 
 
+@pytest.mark.slow
 def test_a_full_store_saves_what_fits_and_says_so(model: Any) -> None:
     page_bytes = 3 * 2 * 2 * PAGE * 16 * 4
     with Store.open(None, host_bytes=24 * page_bytes) as store:
@@ -628,6 +636,7 @@ def test_tenants_and_salts_share_nothing(store: Store, model: Any) -> None:
         assert adapter.cache(ids).reused_tokens == [0]
 
 
+@pytest.mark.slow
 def test_pages_come_back_from_disk_after_a_restart(tmp_path: Path, model: Any) -> None:
     ids = prompt(70)
     with Store.open(tmp_path, host_bytes="32MiB", disk_bytes="256MiB") as store:

@@ -146,7 +146,7 @@ def test_when_all_is_leased_a_reservation_is_refused_not_hung(store: Store) -> N
     session = store.session(SPEC)
     held = []
     for seed in range(100):
-        save(session, prompt(seed, 10))
+        save(session, prompt(seed, 10), wait_s=0.0)
         hit = session.match(prompt(seed, 10))
         held.append(hit)
         if hit.pages < 10:

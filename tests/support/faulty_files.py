@@ -79,9 +79,11 @@ class FaultyFiles(FileLayer):
             raise OSError(action, os.strerror(action))
         return action
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+    def open(
+        self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False
+    ) -> int:
         self._raise("open")
-        return super().open(path, create=create, direct=direct)
+        return super().open(path, create=create, direct=direct, read_only=read_only)
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         action = self._raise("preadv")
@@ -171,8 +173,10 @@ class ImageFiles(FileLayer):
         with self._lock:
             self._directories[path] = None
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-        descriptor = super().open(path, create=create, direct=direct)
+    def open(
+        self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False
+    ) -> int:
+        descriptor = super().open(path, create=create, direct=direct, read_only=read_only)
         with self._lock:
             number = os.fstat(descriptor).st_ino
             if create:

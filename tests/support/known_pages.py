@@ -27,16 +27,18 @@ def content(tokens: np.ndarray, page: int) -> bytes:
     return (seen * (PAGE_BYTES // len(seen) + 1))[:PAGE_BYTES]
 
 
-def save(session: Session, tokens: np.ndarray, **how: bool) -> int:
-    """Store what is missing of a prompt; how many pages that were."""
+def save(
+    session: Session, tokens: np.ndarray, *, wait_s: float = 10.0, durable: bool = False
+) -> int:
+    """Store what is missing of a prompt, waiting so long for room; how many pages that were."""
     saved = 0
     while True:
-        with session.reserve(tokens) as run:
+        with session.reserve(tokens, deadline_s=wait_s) as run:
             if not run.count:
                 return saved
             for offset, view in enumerate(run.views()):
                 view[:] = content(tokens, run.start + offset)
-            saved += run.commit(**how).pages
+            saved += run.commit(durable=durable).pages
 
 
 def load(session: Session, tokens: np.ndarray) -> int:
