@@ -13,11 +13,10 @@ threads with pread and pwrite takes its place, and the result says so.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from paired import PairedRatio, json_line, machine, paired_ratio
 
 from kvstore.tiers.checksum import checksum
 from kvstore.tiers.disk_tier import DiskTier
@@ -42,7 +42,6 @@ MIB = 1 << 20
 BUDGETS = {"disk_read_ratio": 0.9, "disk_write_ratio": 0.9, "checksum_share": 0.05}
 # Every other pair runs in this order: ours first, writes still before reads.
 TURNED = (1, 0, 4, 3, 2)
-BOOTSTRAP_ROUNDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Peer:
         self.fio = shutil.which("fio")
         self.name = "fio, libaio" if self.fio else "NO FIO: pread/pwrite threads"
 
-    def rate(self, kind: str) -> float:
-        """Bytes a second of `read` or `write`."""
+    def seconds(self, kind: str) -> float:
+        """How long one run of `read` or `write` takes."""
         if self.fio is None:
-            return self._rate_of_threads(kind)
+            return self._seconds_of_threads(kind)
         command = [
             self.fio,
             "--name=peer",
@@ -85,9 +84,9 @@ class Peer:
         ]
         done = subprocess.run(command, capture_output=True, check=True, text=True)
         answer = json.loads(done.stdout[done.stdout.index("{") :])
-        return float(answer["jobs"][0][kind]["bw_bytes"])
+        return self.load.total_bytes / float(answer["jobs"][0][kind]["bw_bytes"])
 
-    def _rate_of_threads(self, kind: str) -> float:
+    def _seconds_of_threads(self, kind: str) -> float:
         load = self.load
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         counter = iter(range(load.pages))
@@ -113,7 +112,7 @@ class Peer:
             thread.join()
         elapsed = time.perf_counter() - begin
         os.close(descriptor)
-        return load.total_bytes / elapsed
+        return elapsed
 
 
 class Ours:
@@ -141,7 +140,7 @@ class Ours:
         return payload
 
     def write(self) -> float:
-        """Bytes a second of writing all pages into slots that were just freed."""
+        """Seconds for writing all pages into slots that were just freed."""
         load = self.load
         for place, payload in zip(self.buffers, self.payloads, strict=True):
             place[:] = payload
@@ -154,7 +153,7 @@ class Ours:
         sources = [self.buffers[number % load.call_pages] for number in range(load.pages)]
         done = self.tier.write_many(self.slots, self.pages, sources)
         assert all(done), self.tier.last_refusal
-        return load.total_bytes / (time.perf_counter() - begin)
+        return time.perf_counter() - begin
 
     def _page(self, number: int) -> PageRecord:
         self.sequence += 1
@@ -174,7 +173,7 @@ class Ours:
         )
 
     def read(self, *, verified: bool = True) -> float:
-        """Bytes a second of reading all pages into the arena."""
+        """Seconds for reading all pages into the arena."""
         load = self.load
         self.tier.verify_payloads(verified)
         begin = time.perf_counter()
@@ -184,7 +183,7 @@ class Ours:
                 self.slots[start:end], self.pages[start:end], self.buffers[: end - start]
             )
             assert set(statuses) == {ReadStatus.OK}, statuses
-        return load.total_bytes / (time.perf_counter() - begin)
+        return time.perf_counter() - begin
 
     def close(self) -> None:
         self.buffers.clear()
@@ -192,103 +191,75 @@ class Ours:
         self.arena.close()
 
 
-def measure(directory: Path, load: Load, pairs: int, seed: int) -> dict[str, object]:
-    """All rows of the bench as one flat record."""
+def measure(
+    directory: Path, load: Load, pairs: int, seed: int
+) -> tuple[dict[str, PairedRatio], dict[str, object]]:
+    """The three rows, and the rates in MiB/s that they come from."""
     ours = Ours(directory / "store", load, seed)
     peer = Peer(directory / "peer.dat", load)
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("peer_write", "write", "peer_read", "read", "read_unverified")
+    }
+    runs: list[tuple[str, Callable[[], float]]] = [
+        ("peer_write", lambda: peer.seconds("write")),
+        ("write", ours.write),
+        ("peer_read", lambda: peer.seconds("read")),
+        ("read", ours.read),
+        ("read_unverified", lambda: ours.read(verified=False)),
+    ]
     try:
         ours.write()  # every block of both is written once before anything is measured
-        peer.rate("write")
-        rates: dict[str, list[float]] = {name: [] for name in ("pw", "ow", "pr", "or", "ou")}
+        peer.seconds("write")
         for number in range(pairs):
-            runs: list[tuple[str, Callable[[], float]]] = [
-                ("pw", lambda: peer.rate("write")),
-                ("ow", ours.write),
-                ("pr", lambda: peer.rate("read")),
-                ("or", ours.read),
-                ("ou", lambda: ours.read(verified=False)),
-            ]
             for name, run in runs if number % 2 == 0 else [runs[at] for at in TURNED]:
-                rates[name].append(run())
+                seconds[name].append(run())
     finally:
         ours.close()
-    write = summary([o / p for o, p in zip(rates["ow"], rates["pw"], strict=True)], seed)
-    read = summary([o / p for o, p in zip(rates["or"], rates["pr"], strict=True)], seed)
-    share = summary([1 - o / u for o, u in zip(rates["or"], rates["ou"], strict=True)], seed)
-    result: dict[str, object] = {}
-    for key, found in (
-        ("disk_write_ratio", write),
-        ("disk_read_ratio", read),
-        ("checksum_share", share),
-    ):
-        result[key] = round(found[1], 3)
-        result[f"{key}_interval"] = [round(found[0], 3), round(found[2], 3)]
-        result[f"{key}_verdict"] = verdict(key, found)
-    for key, name in (
-        ("peer_write", "pw"),
-        ("write", "ow"),
-        ("peer_read", "pr"),
-        ("read", "or"),
-        ("read_unverified", "ou"),
-    ):
-        result[f"{key}_mib_s"] = [round(rate / MIB) for rate in rates[name]]
-    result["peer"] = peer.name
-    return result
+    kept = paired_ratio(seconds["read_unverified"], seconds["read"])
+    ratios = {
+        "disk_write_ratio": paired_ratio(seconds["peer_write"], seconds["write"]),
+        "disk_read_ratio": paired_ratio(seconds["peer_read"], seconds["read"]),
+        "checksum_share": PairedRatio(1 - kept.median, 1 - kept.high, 1 - kept.low, kept.pairs),
+    }
+    rates: dict[str, object] = {
+        f"{name}_mib_s": round(load.total_bytes / MIB / statistics.median(taken))
+        for name, taken in seconds.items()
+    }
+    return ratios, rates | {"peer": peer.name}
 
 
-def summary(ratios: list[float], seed: int) -> tuple[float, float, float]:
-    """(5 %, median, 95 %) of the median of `ratios`, by bootstrap."""
-    values = np.array(ratios)
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(values), (BOOTSTRAP_ROUNDS, len(values)))
-    low, high = np.percentile(np.median(values[picks], axis=1), [5, 95])
-    return float(low), float(np.median(values)), float(high)
-
-
-def verdict(key: str, found: tuple[float, float, float]) -> str:
-    """Whether the budget is kept; an interval that spans it resolves nothing."""
-    low, _, high = found
-    budget = BUDGETS[key]
-    if low < budget < high:
-        return "not resolved"
-    kept = found[1] <= budget if key == "checksum_share" else found[1] >= budget
-    return "kept" if kept else "missed"
-
-
-def main() -> int:
-    """Run it; 0 unless a budget was missed."""
+def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--tiny", action="store_true", help="a few MiB, for tests")
     parser.add_argument("--dir", type=Path, help="where to write; default: a temporary folder here")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--gib", type=float, default=4.0, help="GiB a run")
     parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--call-pages", type=int, default=64, help="pages a read_many call")
+    parser.add_argument("--call-pages", type=int, default=128, help="pages a read_many call")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     load = Load(2 * MIB, int(options.gib * 512), options.depth, options.call_pages)
+    pairs = options.pairs
     if options.tiny:
-        load = Load(256 << 10, 32, 2, 8)
+        load, pairs = Load(256 << 10, 32, 2, 8), 2
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.dir or ".") as folder:
-        result = measure(Path(folder), load, 2 if options.tiny else options.pairs, options.seed)
-    result |= {
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}, Linux {platform.release()}",
-        "date": datetime.date.today().isoformat(),
-        "seed": options.seed,
-        "gib_a_run": load.total_bytes / (1 << 30),
-        "depth": load.depth,
-    }
-    if str(result["peer"]).startswith("NO FIO"):
-        sys.stderr.write("fio is not installed: compared with plain pread/pwrite threads\n")
+        ratios, facts = measure(Path(folder), load, pairs, options.seed)
+    facts |= {"gib_a_run": load.total_bytes / (1 << 30), "depth": load.depth}
+    if str(facts["peer"]).startswith("NO FIO"):
+        sys.stderr.write("fio is NOT INSTALLED: compared with plain pread/pwrite threads\n")
     if options.json:
-        sys.stdout.write(json.dumps(result) + "\n")
-    else:
-        for key, value in result.items():
-            sys.stdout.write(f"{key:28} {value}\n")
-    missed = any(result[f"{key}_verdict"] == "missed" for key in BUDGETS)
-    return 1 if missed and not options.tiny else 0
+        sys.stdout.write(json_line(ratios, options.seed, **facts) + "\n")
+        return
+    for key, ratio in ratios.items():
+        verdict = ratio.verdict(BUDGETS[key], at_least=key != "checksum_share")
+        sys.stdout.write(
+            f"{key:18} {ratio.median:6.3f}  [{ratio.low:.3f}, {ratio.high:.3f}] of {ratio.pairs}; "
+            f"budget {BUDGETS[key]}: {verdict}\n"
+        )
+    sys.stdout.write(f"{machine()}; seed {options.seed}; {facts}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

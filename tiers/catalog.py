@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape, check64
+from kvstore.tiers.checksum import check64
+from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape
 from kvstore.tiers.tier import PageRecord, TierError
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
     from kvstore.tiers.file_layer import FileLayer
 
-CATALOG_NAME = "catalog"  # its folder in the first directory
-
 # check | slot | sequence | parent sequence | key | checksum | root id | writer id | page index
 # | payload bytes | created | codec | format | token bytes | extras bytes
 RECORD = struct.Struct("<8sQQQ16s16sIIIIIHHII")
@@ -42,6 +41,7 @@ CHECK_BYTES = 8
 DB_PAGE_BYTES = 4096  # what LMDB takes on Linux; checked at open
 RECORD_OVERHEAD_BYTES = 32  # LMDB's node header and pointer, key, and slack of a filled page
 NAME_BYTES_BOUND = 384  # an R or W record with LMDB's overhead
+LOCK_FILE_BYTES = 8192  # of LMDB's lock.mdb
 COMMIT_SLACK_PAGES = 24  # branches and free-list pages that one transaction may copy
 READERS_MAX = 16
 RECORDS_FOR_A_MEAN = 1000
@@ -51,6 +51,11 @@ _SMALL_KEY = struct.Struct(">cI")
 _SEGMENT = struct.Struct("<IIQQ")
 _ROOT = struct.Struct("<32s16s")
 _META = struct.Struct("<16sI")
+
+
+def catalog_name(version: int) -> str:
+    """Its folder in the first directory: each format has its own, so that old and new coexist."""
+    return "catalog" if version == 1 else f"catalog-{version}"
 
 
 class CatalogError(TierError):
@@ -67,6 +72,7 @@ class Catalog:
     def __init__(self, directory: Path, map_bytes: int, files: FileLayer) -> None:
         """Open, or create, the catalog in `directory`. Raises CatalogError."""
         self.directory = directory
+        self.file_bytes = 0  # as of the last commit, or the opening
         self._files = files
         self._roots: dict[tuple[bytes, str, bytes], int] = {}
         self._writers: dict[str, int] = {}
@@ -92,6 +98,7 @@ class Catalog:
             raise CatalogError(f"catalog {directory}: {error}") from error
         self.map_bytes: int = self._env.info()["map_size"]
         self._load_names()
+        self._measure()
 
     # -- what is in it --------------------------------------------------------------------------
 
@@ -100,11 +107,6 @@ class Catalog:
         """(store uuid, format version), or None for a catalog without them: a new one."""
         with self._env.begin() as txn:
             return decode_meta(txn.get(b"M"))
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes that the catalog takes on disk now; LMDB never gives them back."""
-        return (int(self._env.info()["last_pgno"]) + 1) * DB_PAGE_BYTES + 2 * DB_PAGE_BYTES
 
     @property
     def entries(self) -> int:
@@ -170,7 +172,7 @@ class Catalog:
             raise self._failure(error) from error
         self._roots.update(new_roots)
         self._writers.update(new_writers)
-        self._files.catalog_committed(self.directory)
+        self._committed()
 
     def put_meta(self, store_uuid: bytes) -> None:
         """Name the store that this catalog belongs to."""
@@ -212,7 +214,16 @@ class Catalog:
                     txn.put(key, value)
         except (lmdb.Error, OSError) as error:
             raise self._failure(error) from error
+        self._committed()
+
+    def _committed(self) -> None:
+        self._measure()
         self._files.catalog_committed(self.directory)
+
+    def _measure(self) -> None:
+        """Bytes that the catalog takes on disk; LMDB never gives them back."""
+        last_page = int(self._env.info()["last_pgno"])
+        self.file_bytes = (last_page + 1) * DB_PAGE_BYTES + LOCK_FILE_BYTES
 
     def _failure(self, error: Exception) -> CatalogError:
         space = self._files.space(self.directory)

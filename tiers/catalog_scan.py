@@ -28,7 +28,8 @@ import numpy as np
 from kvstore.tiers import catalog as catalog_module
 from kvstore.tiers.catalog import RECORD, CatalogError
 from kvstore.tiers.catalog_pages import PageError, check_pages
-from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape, check64
+from kvstore.tiers.checksum import check64
+from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

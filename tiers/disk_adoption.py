@@ -25,30 +25,32 @@ DELETE_BATCH = 4096
 
 
 def adopt(
-    scan: Scan, catalog: Catalog, segments: SegmentSet, space: DiskSpace
+    scan: Scan, catalog: Catalog | None, segments: SegmentSet, space: DiskSpace
 ) -> tuple[list[RootRows], int]:
     """Mark the slots of sound rows as used; returns the rows and how many records were dropped.
 
     Dropped is what names a slot that is not there, what no chain reaches, and, after a start with a
-    smaller capacity, what lies in the youngest segments. Raises CatalogError.
+    smaller capacity, what lies in the youngest segments. Without a catalog, on a read-only file
+    system, nothing is deleted. Raises CatalogError.
     """
-    surplus = _surplus(segments, space.excess_bytes(catalog))
+    surplus = _surplus(segments, space.excess_bytes(catalog)) if catalog else []
     slots = scan.fixed["slot"]
     good = _placed(scan, [segment for segment in segments if segment not in surplus])
     lost = slots[~good].tolist()
     scan.narrow(good)
     groups, orphans = root_rows(scan)
     lost += orphans.tolist()
-    for start in range(0, len(lost), DELETE_BATCH):
-        catalog.commit(lost[start : start + DELETE_BATCH])
     dropped = len(lost) + len(scan.bad_keys)
-    catalog.remove_keys([*scan.bad_keys, *scan.unused_names()])
-    for segment in surplus:
-        space.drop(segment, catalog)
+    if catalog is not None:
+        for start in range(0, len(lost), DELETE_BATCH):
+            catalog.commit(lost[start : start + DELETE_BATCH])
+        catalog.remove_keys([*scan.bad_keys, *scan.unused_names()])
+        for segment in surplus:
+            space.drop(segment, catalog)
     for rows in groups:
         _mark_used(segments, rows.slots)
     if dropped:
-        log.warning("%s: %d unsound records dropped", catalog.directory, dropped)
+        log.warning("%d unsound records dropped", dropped)
     return groups, dropped
 
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvstore.tiers.catalog import CATALOG_NAME, Catalog, CatalogError
+from kvstore.tiers.catalog import Catalog, CatalogError
 from kvstore.tiers.catalog_scan import scan_catalog
 from kvstore.tiers.disk_state import TierState
 from kvstore.tiers.segment_set import FREE, FREED, RESERVED, USED, slots_by_segment
@@ -164,7 +164,7 @@ class Publisher:
         log.error("%s; reopening it", error)
         self._space.last_refusal = str(error)
         self._state.counters.catalog_reopens += 1
-        directory = self._home.first / CATALOG_NAME
+        directory = self.catalog.directory
         try:
             self.catalog.close()
             if error.full:
@@ -210,8 +210,7 @@ class Publisher:
         """Sync, then commit; positions of the pages that are durable now."""
         if written and self._sync({id(task.segment): task.segment for task in written}.values()):
             with self.commit_lock:
-                if self._state.ready and self._commit(written):
-                    return [task.position for task in written]
+                return self._commit(written)
         return []
 
     def _sync(self, segments: Iterable[Segment]) -> bool:
@@ -224,12 +223,14 @@ class Publisher:
                 return False
         return True
 
-    def _commit(self, tasks: Sequence[PageTask]) -> bool:
+    def _commit(self, tasks: Sequence[PageTask]) -> list[int]:
         """Add the records of written pages and delete those of freed slots in one transaction.
 
-        Near the capacity the catalog may hardly grow, and a small commit can make it grow less: then
-        the pages are committed in parts.
+        Near the capacity the catalog may hardly grow, and a small commit can make it grow less:
+        then the pages are committed in parts. Returns the positions of those that were.
         """
+        if not self._state.ready:
+            return []
         pages = [task.page for task in tasks]
         freed = list(self.freed)[:FREE_BATCH]
         if not self._space.fits_commit(self.catalog, pages, len(freed)):
@@ -237,18 +238,18 @@ class Publisher:
             freed = []
             if not self._space.fits_commit(self.catalog, pages, 0):
                 half = len(tasks) // 2
-                return half > 0 and self._commit(tasks[:half]) and self._commit(tasks[half:])
+                return self._commit(tasks[:half]) + self._commit(tasks[half:]) if half else []
         try:
             self.catalog.commit(freed, [(task.slot, task.page) for task in tasks])
         except CatalogError as error:
             self.recover(error, [task.slot for task in tasks] + freed)
-            return False
+            return []
         with self._state.lock:
             for task in tasks:
                 task.segment.set_state(task.slot, USED)
         self._release(freed)
         self.prove()
-        return True
+        return [task.position for task in tasks]
 
     def _retire(self, segment: Segment, slot: int) -> None:
         """The slot has a durable record: it may not be written before that is deleted."""

@@ -1,5 +1,6 @@
 """From what lies in the directories to a sound catalog and open segments, whatever happened before.
 
+    older format             migrate by copy, the old kept until the new is complete
     catalog sound            keep it; drop records whose slots are not there any more
     catalog lost or unsound  quarantine it, rebuild it from the headers of all slots
     segment without record   an unfinished or already dropped file: remove it
@@ -15,12 +16,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.tiers.catalog import CATALOG_NAME, Catalog, CatalogError
+from kvstore.tiers.catalog import Catalog, CatalogError, catalog_name
 from kvstore.tiers.catalog_scan import Scan, scan_catalog
 from kvstore.tiers.disk_adoption import adopt
+from kvstore.tiers.disk_migration import migrate
 from kvstore.tiers.disk_space import QUARANTINE_PREFIX
 from kvstore.tiers.file_layer import aligned_buffer, read_fully, write_fully
 from kvstore.tiers.segment import (
+    FORMAT_VERSION,
+    SEGMENT_HEAD_BYTES,
     SegmentShape,
     decode_page_header,
     encode_segment_head,
@@ -53,13 +57,9 @@ UNPROVEN_STARTS_MAX = 3  # then the catalog is what kills the server
 class Recovered:
     """What recovery found and did."""
 
-    catalog: Catalog
-    scan: Scan
+    catalog: Catalog | None  # None on a read-only file system
     rows: list[RootRows] = field(default_factory=list)
     records_dropped: int = 0
-    rebuilt: bool = False
-    reason: str = ""  # why it was rebuilt
-    lost_segments: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -81,33 +81,20 @@ class Recovery:
             raise TierError(f"{self.home.first}: {error}") from error
 
     def _run(self) -> Recovered:
-        directory = self.home.first / CATALOG_NAME
+        directory = self.home.first / catalog_name(FORMAT_VERSION)
+        if self.home.read_only:
+            return self._run_read_only(directory)
         self.files.remove_tree(self.home.first / REBUILD_NAME)
         present = self._segment_files()
         if self.home.is_new:
             self._clear_unknown(present)
             present = {}
-        reason = ""
-        scan = Scan()
-        if not self.home.is_new or directory.exists():
-            try:
-                scan = self._sound_scan(directory)
-            except CatalogError as error:
-                reason = str(error)
-        if reason and not present:
-            self.files.remove_tree(directory)  # nothing stored: a first start that was cut off
-            reason = ""
-        if reason:
-            self._quarantine(directory, reason)
-            self._rebuild(directory, present)
-            scan = scan_catalog(directory)
+        scan = self._scan_or_rebuild(directory, present)
         catalog = Catalog(directory, self.map_bytes, self.files)
         catalog.put_meta(self.home.identity.store_uuid)
-        recovered = Recovered(catalog, scan, rebuilt=bool(reason), reason=reason)
+        recovered = Recovered(catalog)
         try:
-            self._open_segments(present, recovered)
-            for loss in recovered.lost_segments:
-                log.error("%s", loss)
+            self._open_segments(scan.segments, present, catalog)
             self.space.measure()
             recovered.rows, recovered.records_dropped = adopt(
                 scan, catalog, self.segments, self.space
@@ -118,7 +105,38 @@ class Recovery:
             raise
         return recovered
 
+    def _run_read_only(self, directory: Path) -> Recovered:
+        """Take what is sound and change nothing."""
+        try:
+            scan = self._sound_scan(directory)
+        except CatalogError as error:
+            raise TierError(
+                f"{self.home.first} is on a read-only file system and its catalog is unusable: "
+                f"{error}"
+            ) from error
+        present = self._segment_files()
+        for segment_id, shape in sorted(scan.segments.items()):
+            if segment_id in present:
+                self.segments.open(shape, present[segment_id])
+        recovered = Recovered(None)
+        recovered.rows, recovered.records_dropped = adopt(scan, None, self.segments, self.space)
+        return recovered
+
     # -- catalog --------------------------------------------------------------------------------
+
+    def _scan_or_rebuild(self, directory: Path, present: dict[int, Path]) -> Scan:
+        if self.home.is_new:
+            return Scan()
+        try:
+            migrate(self.home, self.files, self.map_bytes)
+            return self._sound_scan(directory)
+        except CatalogError as error:
+            if not present:  # nothing stored: a first start that was cut off
+                self.files.remove_tree(directory)
+                return Scan()
+            self._quarantine(directory, str(error))
+        self._rebuild(directory, present)
+        return scan_catalog(directory)
 
     def _sound_scan(self, directory: Path) -> Scan:
         identity = self.home.identity
@@ -215,13 +233,13 @@ class Recovery:
                 segment_id = segment_id_of(name)
                 if segment_id is not None:
                     present[segment_id] = directory / name
-                elif name.endswith(".tmp"):
+                elif name.endswith(".tmp") and not self.home.read_only:
                     self.files.unlink(directory / name)
         return present
 
     def _clear_unknown(self, present: dict[int, Path]) -> None:
         """Segments of a store whose identity is gone can prove nothing: they are removed."""
-        catalog = self.home.first / CATALOG_NAME
+        catalog = self.home.first / catalog_name(FORMAT_VERSION)
         if present or catalog.exists():
             log.error(
                 "%s: both copies of the store's identity are lost; %d segments are dropped",
@@ -246,35 +264,38 @@ class Recovery:
             shapes.append((head[0], path))
         return shapes
 
-    def _open_segments(self, present: dict[int, Path], recovered: Recovered) -> None:
+    def _open_segments(
+        self, shapes: dict[int, SegmentShape], present: dict[int, Path], catalog: Catalog
+    ) -> None:
         """Open each recorded segment; remove files without record and records without file."""
-        for segment_id, shape in sorted(recovered.scan.segments.items()):
-            path = present.pop(segment_id, None)
+        unclaimed = dict(present)
+        for segment_id, shape in sorted(shapes.items()):
+            path = unclaimed.pop(segment_id, None)
             if path is None:
-                recovered.lost_segments.append(f"segment {segment_id} is missing")
-                recovered.catalog.remove_segment(segment_id)
-                continue
-            self._open_segment(shape, path, recovered)
-        for path in present.values():
+                log.error("segment %d is missing; its pages are lost", segment_id)
+                catalog.remove_segment(segment_id)
+            else:
+                self._open_segment(shape, path, catalog)
+        for path in unclaimed.values():
             self.files.unlink(path)
 
-    def _open_segment(self, shape: SegmentShape, path: Path, recovered: Recovered) -> None:
+    def _open_segment(self, shape: SegmentShape, path: Path, catalog: Catalog) -> None:
         uuid = self.home.identity.store_uuid
         head = read_segment_head(self.files, path)
         if head is not None and head[1] != uuid:
-            recovered.lost_segments.append(f"{path} belongs to another store")
-            recovered.catalog.remove_segment(shape.segment_id)
+            log.error("%s belongs to another store; dropped", path)
+            catalog.remove_segment(shape.segment_id)
             self.files.unlink(path)
             return
         descriptor = self.files.open(path)
         try:
             size = self.files.file_bytes(descriptor)
             if size < shape.file_bytes:
-                recovered.lost_segments.append(f"{path} has {size} of {shape.file_bytes} bytes")
+                log.error("%s has %d of %d bytes; the rest is lost", path, size, shape.file_bytes)
                 self.files.allocate(descriptor, shape.file_bytes)
             if head is None or head[0] != shape:
                 log.warning("%s: its head is damaged; written anew from the catalog", path)
-                block = aligned_buffer(4096)
+                block = aligned_buffer(SEGMENT_HEAD_BYTES)
                 block[:] = encode_segment_head(shape, uuid)
                 write_fully(self.files, descriptor, [block], 0)
                 self.files.fdatasync(descriptor)

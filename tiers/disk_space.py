@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvstore.tiers.segment import SEGMENT_HEAD_BYTES, SegmentShape
-from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError, aligned
+from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,10 @@ RESERVE_SHARE = 64
 SEGMENT_BYTES_MIN = 32 << 20  # few files for small stores: each costs a sync a group
 SEGMENT_BYTES_MAX = 1 << 30
 SEGMENTS_AIMED = 64
+FIRST_SEGMENT_BYTES = 1 << 20
+FIRST_SEGMENT_SHARE = 256
 CATALOG_HEADROOM_BYTES = 512 << 10
+DISK_MARGIN_BYTES = 1 << 20  # left free on the file system, for the catalog to grow
 RECORD_BYTES_GUESS = 320  # catalog bytes a page, until the catalog tells
 CATALOG_FILL = 1.6  # catalog bytes over record bytes: B-tree pages are not full
 
@@ -69,9 +72,9 @@ class DiskSpace:
             if name.startswith(QUARANTINE_PREFIX)
         )
 
-    def allocated_bytes(self, catalog: Catalog) -> int:
-        """Bytes taken from the machine now."""
-        return catalog.file_bytes + self._besides_catalog()
+    def allocated_bytes(self, catalog: Catalog | None) -> int:
+        """Bytes taken from the machine now, as far as they are known without a catalog."""
+        return (catalog.file_bytes if catalog else 0) + self._besides_catalog()
 
     def excess_bytes(self, catalog: Catalog) -> int:
         """Bytes over the capacity, after a start with a smaller one; <= 0 when all is well."""
@@ -98,7 +101,7 @@ class DiskSpace:
     ) -> bool:
         """Make one more segment of this shape, recycling empty ones of others. False when full."""
         slot_bytes = payload_capacity + header_bytes
-        target = self._slots_aimed(slot_bytes)
+        target = self._slots_aimed(slot_bytes, header_bytes, wanted)
         enough = min(target, max(wanted, target // 8))
         while True:
             slots = min(target, self._slots_that_fit(catalog, slot_bytes))
@@ -147,10 +150,21 @@ class DiskSpace:
             self._segments.file_bytes + self._reserve_bytes + self._quarantine_bytes + FIXED_BYTES
         )
 
-    def _slots_aimed(self, slot_bytes: int) -> int:
-        share = max(self.capacity_bytes // SEGMENTS_AIMED, SEGMENT_BYTES_MIN)
-        size = min(share, SEGMENT_BYTES_MAX, max(self.capacity_bytes // 4, slot_bytes))
-        return max(1, min((size - SEGMENT_HEAD_BYTES) // slot_bytes, SLOT_INDEX_MASK + 1))
+    def _slots_aimed(self, slot_bytes: int, header_bytes: int, wanted: int) -> int:
+        """Slots of the next segment of a shape: as many as wanted, and twice as many each time.
+
+        So a shape with few pages takes little from the others, one with many has few files.
+        """
+        capacity = self.capacity_bytes
+        alike = sum(
+            (segment.shape.slot_bytes, segment.shape.header_bytes) == (slot_bytes, header_bytes)
+            for segment in self._segments
+        )
+        first = min(max(capacity // FIRST_SEGMENT_SHARE, FIRST_SEGMENT_BYTES), capacity // 16)
+        share = max(capacity // SEGMENTS_AIMED, SEGMENT_BYTES_MIN)
+        most = min(share, SEGMENT_BYTES_MAX, capacity // 4, (SLOT_INDEX_MASK + 1) * slot_bytes)
+        size = min(most, max(first << min(alike, 20), wanted * slot_bytes))
+        return max(1, size // slot_bytes)
 
     def _slots_that_fit(self, catalog: Catalog, slot_bytes: int) -> int:
         """Slots for which there is room, with the catalog records that they will need."""
@@ -168,27 +182,31 @@ class DiskSpace:
                     self._files.remove_tree(self._home.first / name)
             self._quarantine_bytes = 0
             return True
-        for segment in self._segments:
-            other = (segment.shape.slot_bytes, segment.shape.header_bytes)
-            if segment.used == 0 and other != (slot_bytes, header_bytes):
-                self.drop(segment, catalog)
-                return True
-        return False
+        segment = self._segments.claim_empty(slot_bytes, header_bytes)
+        if segment is None:
+            return False
+        try:
+            self.drop(segment, catalog)
+        except TierError:
+            self._segments.restore(segment)
+            raise
+        return True
 
     def _create(
         self, catalog: Catalog, store_uuid: bytes, slots: int, slot_bytes: int, header_bytes: int
     ) -> bool:
         for directory in sorted(self._home.paths, key=self._fullness):
             space = self._files.space(directory)
+            room = space.free_bytes - DISK_MARGIN_BYTES - SEGMENT_HEAD_BYTES
             shape = SegmentShape(
                 self._segments.next_id(),
                 self._home.paths.index(directory),
-                slots,
+                max(1, min(slots, room // slot_bytes)),
                 slot_bytes,
                 header_bytes,
             )
             try:
-                if space.free_bytes < aligned(shape.file_bytes):
+                if room < slot_bytes:
                     raise OSError(errno.ENOSPC, "no space left")
                 segment = self._segments.create(shape, directory, store_uuid)
             except OSError as error:

@@ -32,6 +32,7 @@ class Counters:
     records_dropped: int = 0  # at load: unsound, orphaned, or their slot is gone
     commits: int = 0
     catalog_reopens: int = 0
+    accounting_fixes: int = 0
 
 
 class DiskState:

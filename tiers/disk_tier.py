@@ -68,7 +68,9 @@ class DiskTier:
         self._home = home
         self._files = files
         self._state = DiskState(str(home.first))
-        self._segments = SegmentSet(files, direct=direct)
+        self._segments = SegmentSet(
+            files, self._state.lock, direct=direct, read_only=home.read_only
+        )
         self._space = DiskSpace(home, files, self._segments, capacity_bytes)
         self._map_bytes = max(capacity_bytes // MAP_SHARE, MAP_BYTES_MIN) // 4096 * 4096
         self._pool = IoPool(io_threads, queue_calls_max, QUEUE_WAIT_S)
@@ -87,7 +89,7 @@ class DiskTier:
             self._map_bytes,
         )
         self._rows: list[RootRows] = []
-        self._loaded = False
+        self._has_catalog = False
         self._pid = os.getpid()
 
     @classmethod
@@ -149,10 +151,14 @@ class DiskTier:
             except TierError as error:
                 self._state.become(TierState.READ_ONLY, str(error))
                 raise
-            self._publisher.catalog = found.catalog
             self._rows = found.rows
             self._state.counters.records_dropped = found.records_dropped
-            self._loaded = True
+            if found.catalog is None:
+                reason = f"{self._home.first} is on a read-only file system"
+                self._state.become(TierState.READ_ONLY, reason)
+                return
+            self._publisher.catalog = found.catalog
+            self._has_catalog = True
             self._state.become(TierState.READY)
 
     # -- identity and state ---------------------------------------------------------------------
@@ -310,7 +316,8 @@ class DiskTier:
 
     def usage(self) -> Usage:
         """Bytes and slots, counted from the segments."""
-        allocated = self._space.allocated_bytes(self._publisher.catalog) if self._loaded else 0
+        catalog = self._publisher.catalog if self._has_catalog else None
+        allocated = self._space.allocated_bytes(catalog)
         with self._state.lock:
             used = [(segment.used, segment.shape) for segment in self._segments]
         return Usage(
@@ -327,6 +334,8 @@ class DiskTier:
         publisher = self._publisher
         with publisher.commit_lock, self._state.lock:
             self._segments.check()
+            if not self._state.ready:
+                return  # its catalog may be closed
             used = set(self._segments.slots_in(USED))
             freed = set(self._segments.slots_in(FREED))
             if freed != set(publisher.freed):
@@ -356,9 +365,14 @@ class DiskTier:
         self._publisher.commit_freed()
 
     def maintain(self) -> None:
-        """To be called each minute: dead LMDB readers, the reserve file."""
+        """To be called each minute: dead LMDB readers, the reserve file, a recount of slots."""
         with self._publisher.commit_lock:
             if self._state.ready:
+                with self._state.lock:
+                    wrong = self._segments.recount()
+                    self.counters.accounting_fixes += wrong
+                if wrong:
+                    log.error("%s: counts of %d segments were wrong", self._home.first, wrong)
                 self._publisher.catalog.reader_check()
                 self._space.keep_reserve(self._publisher.catalog)
 
@@ -378,7 +392,7 @@ class DiskTier:
             if not (self._pool.close(CLOSE_WAIT_S) and self._syncer.close(CLOSE_WAIT_S)):
                 log.error("%s: the disk does not answer; its files stay open", self._home.first)
                 return
-            if self._loaded:
+            if self._has_catalog:
                 self._publisher.catalog.close()
             self._segments.close()
             self._home.close()

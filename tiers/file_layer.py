@@ -7,6 +7,7 @@ layer adds nothing to the system calls but loops and modes. No policy and no for
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 IOV_MAX = 1024  # buffers one preadv/pwritev may take (Linux UIO_MAXIOV)
+HUGE_PAGE_BYTES = 2 << 20
 STATFS_BYTES = 256  # larger than struct statfs of any Linux
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,9 +49,11 @@ class FileLayer:
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(DIRECTORY_MODE)
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+    def open(
+        self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False
+    ) -> int:
         """A read-write descriptor, close-on-exec; `create` fails when the file exists."""
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         if direct:
@@ -206,6 +210,26 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
 def aligned_buffer(size: int) -> memoryview:
     """A zeroed, page-aligned, writable buffer for O_DIRECT, freed with its last view."""
     return memoryview(mmap.mmap(-1, max(size, mmap.PAGESIZE)))[:size]
+
+
+def contiguous_buffer(size: int) -> memoryview:
+    """A page-aligned buffer of huge pages, where the machine gives any: few addresses for a disk.
+
+    Private memory, so that huge pages need no more than the usual `madvise` setting.
+    """
+    room = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    area = mmap.mmap(-1, room + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(area)
+    start = -address_of(view) % HUGE_PAGE_BYTES
+    return view[start : start + size]
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy without the interpreter lock, which a slice assignment holds. Equal lengths."""
+    if len(source):
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def address_of(buffer: memoryview) -> int:

@@ -154,6 +154,19 @@ class HostTier:
         """Odd while the slot isn't published; moves at every reserve, publish and free."""
         return int(self._extent(slot).generations[slot & SLOT_INDEX_MASK])
 
+    def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The generations of many slots at once; odd ones for -1, which names no slot."""
+        found = np.ones(len(slots), np.uint64)
+        containers = slots >> SLOT_INDEX_BITS
+        left = slots >= 0
+        while left.any():
+            container = int(containers[left.argmax()])
+            here = containers == container
+            extent = self._extent(container << SLOT_INDEX_BITS)
+            found[here] = extent.generations[slots[here] & SLOT_INDEX_MASK]
+            left &= ~here
+        return found
+
     def publish_many(self, slots: Sequence[int]) -> None:
         """Make reserved slots readable whose bytes were written in place; ValueError for others."""
         with self._guard():

@@ -2,24 +2,29 @@
 
 Invariant: a page is reported written only if every byte of its slot was accepted by the kernel, and
 read only if header and payload on disk are those of the page asked for. Payload bytes go straight
-between the caller's memory and the disk where its alignment allows O_DIRECT, else through a bounce
-buffer. Works on open segments; knows no catalog and no slot states.
+between the caller's memory and the disk, or through a bounce buffer where alignment or speed want
+that (`io_route.py`). Works on open segments; knows no catalog and no slot states.
 """
 
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.tiers.checksum import checksum
+from kvstore.tiers.checksum import checksum, copy_and_checksum
 from kvstore.tiers.file_layer import (
     IOV_MAX,
     address_of,
     aligned_buffer,
+    contiguous_buffer,
+    copy_bytes,
     read_fully,
     write_fully,
 )
+from kvstore.tiers.io_route import Route, RouteChooser
 from kvstore.tiers.segment import decode_page_header, encode_page_header, same_page
 from kvstore.tiers.tier import ALIGNMENT_BYTES, PageRecord, ReadStatus, aligned
 
@@ -30,7 +35,10 @@ if TYPE_CHECKING:
     from kvstore.tiers.io_pool import Batch, IoPool
     from kvstore.tiers.segment_set import Segment
 
+    Way = Callable[[Sequence["PageTask"]], Any]
+
 RUN_BYTES_MAX = 2 << 20  # neighbouring slots are joined up to this much; one page may be larger
+BOUNCE_BYTES_MAX = 8 << 20  # a thread; larger pages always go straight
 BUFFERS_A_PAGE = 4  # header, payload, its last partial block, the rest of the slot
 RUN_PAGES_MAX = IOV_MAX // BUFFERS_A_PAGE
 
@@ -75,19 +83,23 @@ class PageIo:
         self._files = files
         self._pool = pool
         self._store_uuid = store_uuid
+        self._bounce = threading.local()
+        self.read_routes = RouteChooser()
+        self.write_routes = RouteChooser()
         self.verify_payloads = True  # a bench turns this off to price it; nothing else may
 
     def start_write(self, tasks: Sequence[PageTask]) -> PendingWrite:
         """Queue writes of each page's slot; their end is waited for later. Syncs nothing."""
         runs = _runs(tasks)
-        return PendingWrite(
-            tasks, runs, self._pool.start([_call(self._write_run, r) for r in runs])
-        )
+        ways = (self._write_run, self._write_bounced)
+        calls = self._calls(runs, ways, self.write_routes)
+        return PendingWrite(tasks, runs, self._pool.start(calls))
 
     def read(self, tasks: Sequence[PageTask]) -> list[ReadStatus]:
         """Fill each task's buffer; returns what became of each."""
         runs = _runs(tasks)
-        answers = self._pool.run([_call(self._read_run, run) for run in runs])
+        ways = (self._read_run, self._read_bounced)
+        answers = self._pool.run(self._calls(runs, ways, self.read_routes))
         statuses: dict[int, ReadStatus] = {}
         for run, answer in zip(runs, answers, strict=True):
             if isinstance(answer, Exception) and not isinstance(answer, OSError):
@@ -104,7 +116,58 @@ class PageIo:
             offset = segment.shape.offset(slot)
             write_fully(self._files, segment.descriptor, [header], offset)
 
+    def _calls(
+        self, runs: list[list[PageTask]], ways: Sequence[Way], chooser: RouteChooser
+    ) -> list[Callable[[], Any]]:
+        """A call for each run, all by the way that the chooser says, timed if it wants that."""
+        route, noted = Route.STRAIGHT, False
+        if runs:
+            route, noted = chooser.choose(len(runs), _span(runs[0]))
+        return [_call(run, route, ways, chooser if noted else None) for run in runs]
+
     # -- private: these run in the pool's threads -------------------------------------------------
+
+    def _bounce_buffer(self, size: int) -> memoryview:
+        held: memoryview | None = getattr(self._bounce, "buffer", None)
+        if held is None or len(held) < size:
+            held = self._bounce.buffer = contiguous_buffer(max(size, RUN_BYTES_MAX * 5 // 4))
+        return held[:size]
+
+    def _write_bounced(self, run: Sequence[PageTask]) -> None:
+        segment, shape = run[0].segment, run[0].segment.shape
+        block = self._bounce_buffer(_span(run))
+        at = 0
+        for task in run:
+            encoded = encode_page_header(task.page, task.slot, self._store_uuid, shape.header_bytes)
+            assert encoded is not None, "the tier refuses pages that do not fit their header"
+            size = task.page.payload_bytes
+            payload_at = at + shape.header_bytes
+            end = min(at + shape.slot_bytes, len(block))
+            block[at : at + len(encoded)] = encoded
+            _clear(block[at + len(encoded) : payload_at])
+            copy_bytes(block[payload_at : payload_at + size], task.payload[:size])
+            _clear(block[payload_at + size : end])
+            at = end
+        write_fully(self._files, segment.descriptor, [block], shape.offset(run[0].slot))
+
+    def _read_bounced(self, run: Sequence[PageTask]) -> list[ReadStatus]:
+        segment, shape = run[0].segment, run[0].segment.shape
+        block = self._bounce_buffer(_span(run))
+        got = read_fully(self._files, segment.descriptor, [block], shape.offset(run[0].slot))
+        if got < len(block):
+            raise _short(segment, got, len(block))
+        statuses = []
+        for index, task in enumerate(run):
+            at = index * shape.slot_bytes
+            payload = block[at + shape.header_bytes :][: task.page.payload_bytes]
+            target = task.payload[: task.page.payload_bytes]
+            digest = None
+            if self.verify_payloads:  # while the copy is in the processor's cache
+                digest = copy_and_checksum(payload, target)
+            else:
+                copy_bytes(target, payload)
+            statuses.append(self._verify(task, block[at : at + shape.header_bytes], digest))
+        return statuses
 
     def _write_run(self, run: Sequence[PageTask]) -> None:
         shape = run[0].segment.shape
@@ -128,7 +191,7 @@ class PageIo:
         payload = task.payload[:size]
         if address_of(payload) % ALIGNMENT_BYTES and task.segment.direct:
             copy = aligned_buffer(aligned(size))
-            copy[:size] = payload
+            copy_bytes(copy[:size], payload)
             return [copy]
         whole = size - size % ALIGNMENT_BYTES
         if whole == size:
@@ -151,7 +214,7 @@ class PageIo:
         wanted = sum(map(len, buffers))
         got = read_fully(self._files, segment.descriptor, buffers, shape.offset(run[0].slot))
         if got < wanted:
-            raise OSError(errno.EIO, f"{segment.path}: {got} of {wanted} bytes, the file is short")
+            raise _short(segment, got, wanted)
         statuses = []
         for index, task in enumerate(run):
             landings[index].finish(task)
@@ -159,7 +222,10 @@ class PageIo:
             statuses.append(self._verify(task, header))
         return statuses
 
-    def _verify(self, task: PageTask, header: memoryview) -> ReadStatus:
+    def _verify(
+        self, task: PageTask, header: memoryview, digest: bytes | None = None
+    ) -> ReadStatus:
+        """Compare header and payload, whose digest may be known already, with what was asked."""
         expected = encode_page_header(task.page, task.slot, self._store_uuid, len(header))
         if expected is None or header[: len(expected)] != expected:
             found = decode_page_header(header, task.slot, self._store_uuid)
@@ -169,9 +235,9 @@ class PageIo:
                 return ReadStatus.STALE
         if not self.verify_payloads:
             return ReadStatus.OK
-        payload = task.payload[: task.page.payload_bytes]
-        sound = checksum(payload) == task.page.checksum
-        return ReadStatus.OK if sound else ReadStatus.CORRUPT
+        if digest is None:
+            digest = checksum(task.payload[: task.page.payload_bytes])
+        return ReadStatus.OK if digest == task.page.checksum else ReadStatus.CORRUPT
 
 
 @dataclass(slots=True)
@@ -185,7 +251,7 @@ class _Landing:
     def finish(self, task: PageTask) -> None:
         if self.bounce is not None:
             size = task.page.payload_bytes
-            task.payload[self.start : size] = self.bounce[: size - self.start]
+            copy_bytes(task.payload[self.start : size], self.bounce[: size - self.start])
 
 
 def _landing(task: PageTask) -> _Landing:
@@ -225,5 +291,34 @@ def _pieces(source: memoryview, size: int) -> list[memoryview]:
     return [source[: min(len(source), size - at)] for at in range(0, size, len(source))]
 
 
-def _call(function: Callable[[list[PageTask]], Any], run: list[PageTask]) -> Callable[[], Any]:
-    return lambda: function(run)
+def _clear(piece: memoryview) -> None:
+    for start in range(0, len(piece), len(_zeros)):
+        copy_bytes(piece[start : start + len(_zeros)], _zeros[: len(piece) - start])
+
+
+def _span(run: Sequence[PageTask]) -> int:
+    """Bytes from the start of a run's first slot to the end of its last page, whole blocks."""
+    shape = run[0].segment.shape
+    last = shape.header_bytes + aligned(run[-1].page.payload_bytes)
+    return (len(run) - 1) * shape.slot_bytes + last
+
+
+def _short(segment: Segment, got: int, wanted: int) -> OSError:
+    return OSError(errno.EIO, f"{segment.path}: {got} of {wanted} bytes, the file is short")
+
+
+def _call(
+    run: list[PageTask], route: Route, ways: Sequence[Way], chooser: RouteChooser | None
+) -> Callable[[], Any]:
+    size = _span(run)
+    if size > BOUNCE_BYTES_MAX or not run[0].segment.direct:
+        route, chooser = Route.STRAIGHT, None  # the page cache copies anyway
+
+    def call() -> Any:
+        begin = time.perf_counter()
+        answer = ways[route](run)
+        if chooser is not None:
+            chooser.note(route, size, time.perf_counter() - begin)
+        return answer
+
+    return call

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT_LEVEL = -1  # parent row of the first page of a chain
 _MISSING = -2
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ def root_rows(scan: Scan) -> tuple[list[RootRows], npt.NDArray[np.int64]]:
     groups = []
     for rows in _split(fixed, np.flatnonzero(known)):
         parents = _parents(fixed, rows)
+        parents[_older_twins(fixed, rows)] = _MISSING
         lost = _lost(parents)
         if lost.any():
             orphans.append(fixed["slot"][rows[lost]])
@@ -98,6 +100,34 @@ def _parents(fixed: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> npt.NDArra
     parents = np.where(fits, parents, _MISSING)
     parents[(wanted == 0) & (depth == 0)] = ROOT_LEVEL
     return parents
+
+
+def _older_twins(fixed: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> list[int]:
+    """Positions of rows that name the same page as a row of a higher sequence.
+
+    A rebuild from headers finds them: what a kill left unpublished, or an eviction left in a slot
+    that was not written since. A page is written again only when its older self was no one's any
+    more, so the newest is the one that durable pages hang under.
+    """
+    keys, above = fixed["key"][rows], fixed["parent_sequence"][rows]
+    mixed = keys[:, 0] ^ (above * _HASH_FACTOR)
+    ordered = np.sort(mixed)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return []
+    order = np.argsort(mixed, kind="stable")
+    same = mixed[order[1:]] == mixed[order[:-1]]
+    suspects = np.union1d(order[1:][same], order[:-1][same])
+    newest: dict[tuple[bytes, int], int] = {}
+    older = []
+    for row in suspects.tolist():
+        name = keys[row].tobytes(), int(above[row])
+        known = newest.setdefault(name, row)
+        if fixed["sequence"][rows[row]] > fixed["sequence"][rows[known]]:
+            newest[name] = row
+            older.append(known)
+        elif row != known:
+            older.append(row)
+    return older
 
 
 def _lost(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

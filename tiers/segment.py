@@ -12,14 +12,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from xxhash import xxh3_64_digest
-
+from kvstore.tiers.checksum import check64
 from kvstore.tiers.tier import ALIGNMENT_BYTES, SLOT_INDEX_MASK, PageRecord, aligned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FORMAT_VERSION = 1
 SEGMENT_MAGIC = b"KVSEGMNT"
@@ -29,9 +24,6 @@ HEADER_BYTES_MAX = 1 << 20
 NAME_BYTES_MAX = 255  # tenant, writer
 SIZE_STEPS = 8  # size classes between one power of two and the next
 SEGMENT_ID_MAX = (1 << 31) - 1
-
-# The check that headers, records and identities carry: 8 bytes.
-check64: Callable[[bytes], bytes] = xxh3_64_digest
 
 # magic | check | format | directory | store uuid | segment | slots | slot bytes | header bytes
 _SEGMENT = struct.Struct("<8s8sII16sIIQQ")

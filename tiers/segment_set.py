@@ -1,7 +1,8 @@
 """The segment files of a disk tier: open descriptors, and which slot is in which state.
 
 Invariant: a slot is handed out only from state FREE, and becomes FREE again only when no catalog
-record of it exists on disk. Callers hold the tier's lock; only `sync` takes its own.
+record of it exists on disk. Callers hold the tier's lock where they look at states; files are made
+and removed without it, and only the entry in the set is changed under it.
 No page format and no catalog in here.
 """
 
@@ -96,11 +97,15 @@ class Segment:
 class SegmentSet:
     """All segments of a tier, by id."""
 
-    def __init__(self, files: FileLayer, *, direct: bool) -> None:
-        """`direct` asks for O_DIRECT; a file system without it falls back to buffered I/O."""
+    def __init__(
+        self, files: FileLayer, lock: threading.Lock, *, direct: bool, read_only: bool = False
+    ) -> None:
+        """`lock` is the tier's. `direct` asks for O_DIRECT, else and without it I/O is buffered."""
         self._files = files
+        self._lock = lock
         self._direct = direct
-        self._segments: dict[int, Segment] = {}
+        self._read_only = read_only
+        self._segments: dict[int, Segment] = {}  # replaced, never changed: iterators stay good
         self._next_directory = 0
 
     def __len__(self) -> int:
@@ -181,23 +186,43 @@ class SegmentSet:
         """Open an existing segment file with all slots FREE."""
         direct = self._direct
         try:
-            descriptor = self._files.open(path, direct=direct)
+            descriptor = self._files.open(path, direct=direct, read_only=self._read_only)
         except OSError as error:
             if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             direct = False
-            descriptor = self._files.open(path)
+            descriptor = self._files.open(path, read_only=self._read_only)
         if direct and not self._reads_direct(descriptor):
             self._files.close(descriptor)
             direct = False
-            descriptor = self._files.open(path)
+            descriptor = self._files.open(path, read_only=self._read_only)
         segment = Segment(shape, path, descriptor, direct=direct)
-        self._segments[shape.segment_id] = segment
+        with self._lock:
+            self._segments = self._segments | {shape.segment_id: segment}
         return segment
+
+    def claim_empty(self, slot_bytes: int, header_bytes: int) -> Segment | None:
+        """Take an empty segment of another shape out of the set, so that no slot of it is reserved.
+
+        `remove` or `restore` it then.
+        """
+        with self._lock:
+            for segment in self:
+                shape = (segment.shape.slot_bytes, segment.shape.header_bytes)
+                if segment.used == 0 and shape != (slot_bytes, header_bytes):
+                    self._without(segment)
+                    return segment
+        return None
+
+    def restore(self, segment: Segment) -> None:
+        """Put a claimed segment back."""
+        with self._lock:
+            self._segments = self._segments | {segment.shape.segment_id: segment}
 
     def remove(self, segment: Segment) -> None:
         """Close and unlink a segment whose slots are all FREE and whose record is gone."""
-        del self._segments[segment.shape.segment_id]
+        with self._lock:
+            self._without(segment)
         self._files.close(segment.descriptor)
         self._files.unlink(segment.path)
         self._files.sync_directory(segment.directory)
@@ -206,7 +231,7 @@ class SegmentSet:
         """Close all files."""
         for segment in self._segments.values():
             self._files.close(segment.descriptor)
-        self._segments.clear()
+        self._segments = {}
 
     def slots_in(self, state: int) -> Iterator[int]:
         """All slots in one state."""
@@ -216,12 +241,25 @@ class SegmentSet:
                 yield segment.base + at
                 at = segment.states.find(state, at + 1)
 
+    def recount(self) -> int:
+        """Set the counts of free slots to what the states say; how many were wrong."""
+        wrong = 0
+        for segment in self:
+            free = segment.states.count(FREE)
+            wrong += free != segment.free
+            segment.free = free
+        return wrong
+
     def check(self) -> None:
         """Recount free slots. Raises TierError."""
         for segment in self:
             free = segment.states.count(FREE)
             if free != segment.free:
                 raise TierError(f"{segment.path}: {segment.free} slots free, {free} counted")
+
+    def _without(self, segment: Segment) -> None:
+        number = segment.shape.segment_id
+        self._segments = {key: value for key, value in self._segments.items() if key != number}
 
     def _reads_direct(self, descriptor: int) -> bool:
         """Whether O_DIRECT reads work: some file systems take the flag and refuse the I/O."""
@@ -236,7 +274,7 @@ class SegmentSet:
 
 def read_segment_head(files: FileLayer, path: Path) -> tuple[SegmentShape, bytes, int] | None:
     """Shape, store uuid and format of a segment file on disk; None when its head is not sound."""
-    descriptor = files.open(path)
+    descriptor = files.open(path, read_only=True)
     try:
         block = aligned_buffer(SEGMENT_HEAD_BYTES)
         read_fully(files, descriptor, [block], 0)

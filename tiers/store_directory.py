@@ -7,6 +7,7 @@ of its directories, and its boot number was never used before. Identity is kept 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,8 +17,10 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvstore.tiers.checksum import check64
+from kvstore.tiers.disk_migration import MIGRATIONS
 from kvstore.tiers.file_layer import DIRECTORY_MODE
-from kvstore.tiers.segment import FORMAT_VERSION, check64
+from kvstore.tiers.segment import FORMAT_VERSION
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ BOOT_NUMBER_MAX = (1 << 24) - 1  # sequence = boot number << 40 | counter, in 64
 
 # Names that a directory may hold before it is ours: what a server puts beside the tier's own files.
 OWN_NAMES = ("secret", "catalog", "reserve", "lost+found", LOCK_NAME, *IDENTITY_NAMES)
-OWN_PREFIXES = ("kvstore.", "segment-", "quarantine-", "catalog.")
+OWN_PREFIXES = ("kvstore.", "segment-", "quarantine-", "catalog.", "catalog-")
 
 # statfs magics (linux/magic.h) where flock, O_DIRECT or fsync do not mean what we need.
 NETWORK_FILE_SYSTEMS = {
@@ -80,6 +83,7 @@ class StoreHome:
         self.paths = [path.absolute() for path in paths]
         if len(set(self.paths)) != len(self.paths):
             raise TierError(f"disk tier: the same directory twice in {[str(p) for p in paths]}")
+        self.read_only = False  # a directory is on a read-only file system
         self._files = files
         self._locks: list[int] = []
         try:
@@ -99,8 +103,13 @@ class StoreHome:
         return self.paths[0]
 
     def write_identity(self, **changes: Any) -> None:
-        """Change fields of the first directory's identity, durably and in both copies."""
+        """Change fields of the first directory's identity, durably and in both copies.
+
+        In memory only when read-only: nothing that the change is for will be written either.
+        """
         self.identity = replace(self.identity, **changes)
+        if self.read_only:
+            return
         for name in IDENTITY_NAMES:
             self._files.replace_file(self.first / name, _encode(self.identity))
 
@@ -128,7 +137,7 @@ class StoreHome:
                 "name an empty or new one"
             )
         self._lock(path)
-        if stat.S_IMODE(path.stat().st_mode) != DIRECTORY_MODE:
+        if stat.S_IMODE(path.stat().st_mode) != DIRECTORY_MODE and not self.read_only:
             path.chmod(DIRECTORY_MODE)
 
     def _check_file_system(self, path: Path, force: bool) -> None:
@@ -144,10 +153,7 @@ class StoreHome:
 
     def _lock(self, path: Path) -> None:
         lock_path = path / LOCK_NAME
-        try:
-            descriptor = self._files.open(lock_path, create=True)
-        except FileExistsError:
-            descriptor = self._files.open(lock_path)
+        descriptor = self._open_lock(lock_path)
         if not self._files.lock(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             self._files.close(descriptor)
@@ -156,9 +162,30 @@ class StoreHome:
                 "directory"
             )
         self._locks.append(descriptor)
+        if self.read_only:
+            return
         since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} since {since}\n".encode(), 0)
+
+    def _open_lock(self, path: Path) -> int:
+        try:
+            return self._files.open(path, create=True)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise TierError(
+                    f"{path.parent} is on a read-only file system and holds no store"
+                ) from error
+            raise
+        try:
+            return self._files.open(path)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+        self.read_only = True
+        return self._files.open(path, read_only=True)
 
     def _identify(self) -> tuple[Identity, bool]:
         found = [self._read_identity(path) for path in self.paths]
@@ -187,7 +214,7 @@ class StoreHome:
     def _name_further_directories(self, found: Sequence[Identity | None]) -> None:
         for index, path in enumerate(self.paths[1:], start=1):
             wanted = Identity(self.identity.store_uuid, self.identity.format_version, index)
-            if found[index] != wanted:
+            if found[index] != wanted and not self.read_only:
                 self._files.replace_file(path / IDENTITY_NAMES[0], _encode(wanted))
 
     def _read_identity(self, path: Path) -> Identity | None:
@@ -210,6 +237,12 @@ class StoreHome:
             raise TierError(
                 f"{path} was written in format {newest.format_version}, this kvstore knows formats "
                 f"up to {FORMAT_VERSION}: install a newer kvstore, or name another directory"
+            )
+        if newest.format_version < FORMAT_VERSION and newest.format_version not in MIGRATIONS:
+            raise TierError(
+                f"{path} was written in format {newest.format_version}, this kvstore reads from "
+                f"{min(MIGRATIONS, default=FORMAT_VERSION)} to {FORMAT_VERSION}: open it with an "
+                "older kvstore, or name another directory"
             )
         return newest
 

@@ -6,18 +6,13 @@ import errno
 import os
 import random
 import shutil
-import tempfile
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from disk_pages import Chains, Stored, found_slots, read, write
 from faulty_files import Fault, FaultyFiles
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.disk_space import CAPACITY_BYTES_MIN
@@ -29,6 +24,7 @@ from kvstore.tiers.tier import ReadStatus, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 MIB = 1 << 20
 CAPACITY = 64 * MIB
@@ -377,10 +373,17 @@ def test_buffered_files_keep_the_same_promises(tmp_path: Path) -> None:
 
 def test_a_file_system_without_direct_io_is_used_buffered(tmp_path: Path) -> None:
     class NoDirect(FileLayer):
-        def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
+        def open(
+            self,
+            path: Path,
+            *,
+            create: bool = False,
+            direct: bool = False,
+            read_only: bool = False,
+        ) -> int:
             if direct:
                 raise OSError(errno.EINVAL, "no O_DIRECT here")
-            return super().open(path, create=create)
+            return super().open(path, create=create, read_only=read_only)
 
     tier = DiskTier.open([tmp_path / "d"], CAPACITY, NoDirect(), load=True)
     stored = Chains().chain(3)
@@ -522,6 +525,68 @@ def test_starts_that_die_before_a_commit_put_the_catalog_aside(
         tier.close()
 
 
+class ReadOnlyDisk(FileLayer):
+    """A file system that is mounted read-only."""
+
+    def _refuse(self, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    unlink = remove_tree = rename = replace_file = pwritev = allocate = fdatasync = _refuse  # type: ignore[assignment]
+
+    def open(
+        self, path: Path, *, create: bool = False, direct: bool = False, read_only: bool = False
+    ) -> int:
+        if create and path.exists():
+            raise FileExistsError(errno.EEXIST, "exists")
+        if create or not read_only:
+            self._refuse()
+        return super().open(path, direct=direct, read_only=True)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_read_only_file_system_is_read_and_not_written(tier: DiskTier, tmp_path: Path) -> None:
+    stored = Chains().chain(4)
+    write(tier, stored)
+    tier.free_many([stored[3].slot])
+    tier.close()
+    before = contents(tmp_path / "d")
+    tier = DiskTier.open([tmp_path / "d"], CAPACITY, ReadOnlyDisk())
+    assert len(found_slots(tier)) == 3
+    assert "read-only file system" in tier.problem
+    assert not tier.writable
+    assert all(read(tier, item) is ReadStatus.OK for item in stored[:3])
+    assert tier.reserve("t", 4096, 1) == []
+    tier.free_many([stored[2].slot])
+    tier.check()
+    usage = tier.usage()
+    assert usage.used_bytes <= usage.allocated_bytes <= usage.capacity_bytes
+    tier.maintain()
+    tier.close()
+    assert contents(tmp_path / "d") == before
+
+
+def test_a_read_only_file_system_without_a_sound_store_is_refused(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    write(tier, Chains().chain(2))
+    tier.close()
+    (tmp_path / "d" / "catalog" / "data.mdb").write_bytes(b"")
+    tier = DiskTier.open([tmp_path / "d"], CAPACITY, ReadOnlyDisk())
+    with pytest.raises(TierError, match="read-only file system and its catalog is unusable"):
+        tier.load()
+    tier.close()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TierError, match="read-only file system and holds no store"):
+        DiskTier.open([tmp_path / "empty"], CAPACITY, ReadOnlyDisk())
+
+
 def test_many_threads_read_write_and_free(tier: DiskTier) -> None:
     errors: list[BaseException] = []
 
@@ -551,6 +616,47 @@ def test_many_threads_read_write_and_free(tier: DiskTier) -> None:
     tier.check()
 
 
+def test_threads_of_different_sizes_recycle_each_others_segments(tmp_path: Path) -> None:
+    """A segment that is being recycled must not hand out slots at the same time."""
+    tier = DiskTier.open([tmp_path / "d"], 4 * MIB, load=True)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            chains = Chains(boot=20 + number)
+            for turn in range(30):
+                group = chains.chain(4, size=(4096, 20_000, 90_000)[(number + turn) % 3])
+                if all(write(tier, group)):
+                    assert all(read(tier, item) is ReadStatus.OK for item in group)
+                    tier.free_many([item.slot for item in group])
+                    tier.usage()
+                    tier.containers()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    tier.commit_frees()
+    tier.check()
+    assert tier.usage().used_slots == 0
+    tier.close()
+
+
+def test_a_wrong_count_is_found_and_set_right(tier: DiskTier) -> None:
+    write(tier, Chains().chain(3))
+    next(iter(tier._segments)).free += 2
+    with pytest.raises(TierError, match="slots free"):
+        tier.check()
+    tier.maintain()
+    tier.check()
+    assert tier.counters.accounting_fixes == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_is_refused(tier: DiskTier) -> None:
     child = os.fork()
     if child == 0:
@@ -571,81 +677,3 @@ def test_calls_after_close_are_misses_or_refused(tier: DiskTier) -> None:
     assert tier.reserve("t", 4096, 1) == []
     assert read(tier, stored[0]) is ReadStatus.ERROR
     assert tier.problem == "closed"
-
-
-class DiskTierMachine(RuleBasedStateMachine):
-    """Against a dict: what was kept is read, what was freed is not, over restarts and rebuilds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
-        self.chains = Chains()
-        self.stored: list[Stored] = []
-        self.gone: list[Stored] = []
-        self.reserved: list[int] = []
-        self.tier = DiskTier.open([self.directory], 3 * MIB, io_threads=2, load=True)
-
-    def teardown(self) -> None:
-        self.tier.close()
-        shutil.rmtree(self.directory)
-
-    @rule(length=st.integers(1, 6), size=st.sampled_from([1, 4096, 5000, 40_000]))
-    def write(self, length: int, size: int) -> None:
-        group = self.chains.chain(length, size=size)
-        if all(write(self.tier, group)):
-            self.stored += group
-        else:
-            assert "full" in self.tier.last_refusal
-
-    @rule(count=st.integers(1, 3))
-    def reserve(self, count: int) -> None:
-        self.reserved += self.tier.reserve("t", 4096, count)
-
-    @precondition(lambda self: self.reserved)
-    @rule()
-    def give_up(self) -> None:
-        self.tier.free_many(self.reserved)
-        self.reserved = []
-
-    @precondition(lambda self: self.stored)
-    @rule(data=st.data(), erase=st.booleans())
-    def free(self, data: st.DataObject, erase: bool) -> None:
-        first = data.draw(st.sampled_from([i for i in self.stored if i.page.page_index == 0]))
-        chain = self.chain_of(first)
-        keep = data.draw(st.integers(0, len(chain) - 1))
-        self.tier.free_many([item.slot for item in chain[keep:]], erase=erase)
-        self.gone += chain[keep:]
-        self.stored = [item for item in self.stored if item not in chain[keep:]]
-
-    def chain_of(self, first: Stored) -> list[Stored]:
-        chain = [first]
-        for item in self.stored:
-            if item.page.parent_sequence == chain[-1].page.sequence:
-                chain.append(item)
-        return chain
-
-    @rule()
-    def commit_frees(self) -> None:
-        self.tier.commit_frees()
-
-    @rule()
-    def restart(self) -> None:
-        self.tier.close()
-        self.reserved = []
-        self.tier = DiskTier.open([self.directory], 3 * MIB, io_threads=2, load=True)
-        assert found_slots(self.tier) == {item.page.sequence: item.slot for item in self.stored}
-
-    @invariant()
-    def all_that_is_kept_is_read(self) -> None:
-        self.tier.check()
-        for item in self.stored[-20:]:
-            assert read(self.tier, item) is ReadStatus.OK
-        for item in self.gone[-5:]:
-            assert read(self.tier, item) is not ReadStatus.OK
-        usage = self.tier.usage()
-        assert usage.used_slots >= len(self.stored) + len(self.reserved)
-        assert bytes_below(self.directory) <= usage.allocated_bytes <= usage.capacity_bytes
-
-
-TestDiskTierMachine = pytest.mark.slow(DiskTierMachine.TestCase)
-TestDiskTierMachine.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
