@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState
     from kvstore.tiers.disk_tier import DiskTier
 
-GROUP_BYTES_MAX = 32 * 1024 * 1024
+GROUP_BYTES_MAX = 64 * 1024 * 1024
 GROUP_PAGES_MAX = 4096
 GROUP_WAIT_S = 0.010
 IDLE_WAIT_S = 1.0

@@ -292,6 +292,21 @@ def test_capacity_is_kept_by_all_files_at_every_moment(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_many_sizes_find_room_in_a_small_store(tmp_path: Path) -> None:
+    """Each size class takes segments of its own: they start small, so that eight fit in 16 MiB."""
+    tier = DiskTier.open([tmp_path / "d"], 16 * MIB, load=True)
+    chains = Chains()
+    stored = [chains.chain(2, size=size) for size in range(4096, 9 * 4096, 4096)]
+    assert all(all(write(tier, chain)) for chain in stored), tier.last_refusal
+    assert len(tier.containers()) == 8
+    many = [chains.chain(1)[0] for _ in range(700)]
+    assert all(write(tier, many[:350]) + write(tier, many[350:]))
+    assert len(tier.containers()) <= 12, "large reservations make large segments"
+    assert all(read(tier, item) is ReadStatus.OK for chain in stored for item in chain)
+    tier.check()
+    tier.close()
+
+
 def test_an_empty_segment_is_recycled_for_another_size(tmp_path: Path) -> None:
     tier = DiskTier.open([tmp_path / "d"], 4 * MIB, load=True)
     chains = Chains()
@@ -303,7 +318,7 @@ def test_an_empty_segment_is_recycled_for_another_size(tmp_path: Path) -> None:
     assert "full" in tier.last_refusal
     containers = tier.containers()
     assert sum(container.used_slots for container in containers) == len(stored)
-    victim = containers[0].container_id
+    victim = max(containers, key=lambda container: container.slots).container_id
     gone = [item for item in stored if item.slot >> 24 == victim]
     tier.free_many([item.slot for item in gone])
     [large] = chains.chain(1, size=300_000)
