@@ -24,20 +24,25 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo demo-service test lint bench proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
+	@echo 'make demo-service  three engines share a server that comes late and is killed in the middle'
 	@echo 'make test    all tests (sets itself up)'
 	@echo 'make venv    only the set-up: .venv with all that demo, tests and benches need'
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
+	@echo 'make proto   the generated code of the service, after a change of kvstore.proto'
 	@echo 'make clean   remove .venv and everything built here'
 
 venv: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/kvstore demo
+
+demo-service: $(STAMP)
+	@$(BIN)/python -m kvstore.engine_adapter.demo_service
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -50,6 +55,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@for each in $(BENCHES); do echo "== bench/$$each.py"; $(BIN)/python bench/$$each.py || exit 1; done
+
+# After a change of kvstore/kvstore.proto; a test compares.
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. kvstore/kvstore.proto
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo

@@ -29,12 +29,14 @@ import logging
 import time
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
 
+from kvstore.connect import connect
 from kvstore.engine_adapter.layout import PageShape, load_pages
 from kvstore.engine_adapter.model_probe import probe_model
 from kvstore.engine_adapter.model_spec import model_spec, tensors_digest
@@ -52,9 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engine_adapter.model_spec import HfModel
-    from kvstore.lease import Match
-    from kvstore.session import Session
-    from kvstore.store import Store
+    from kvstore.interface import MatchLike, SessionLike, StoreLike
 
 log = logging.getLogger("kvstore.engine_adapter")
 
@@ -77,6 +77,8 @@ _CACHE_CHOICES = ("cache", "past_key_values", "cache_implementation", "cache_con
 class TransformersAdapter:
     """Joins one model and one open store. Keeps no tokens and no KV of its own; thread-safe.
 
+    store: an open one, in this process or in a server; or where one is (a directory, a kvstore://
+    address), which is then connected to, and left at close().
     weights: None reads the model's tensors (about a second a GB, right in every case); a string is
     taken as the answer ("hub:<commit>", "files:<digest>"), also about edits made in memory. Weights
     that change later need a new adapter.
@@ -85,7 +87,7 @@ class TransformersAdapter:
 
     def __init__(
         self,
-        store: Store,
+        store: StoreLike | str | Path,
         model: HfModel,
         *,
         weights: str | None = None,
@@ -106,7 +108,16 @@ class TransformersAdapter:
             adapter=adapter_digest,
         )
         probe_model(model, PageShape.of(self.spec))
-        self.session: Session = store.session(self.spec, tenant=tenant, salt=salt, writer=writer)
+        opened = connect(store) if isinstance(store, str | Path) else store
+        self._own_store = opened if opened is not store else None
+        try:
+            self.session: SessionLike = opened.session(
+                self.spec, tenant=tenant, salt=salt, writer=writer
+            )
+        except BaseException:
+            if self._own_store is not None:
+                self._own_store.close()
+            raise
         self.load_deadline_s = load_deadline_s
         self._link = StoreLink(model, self.session)
 
@@ -183,6 +194,8 @@ class TransformersAdapter:
     def close(self) -> None:
         """End the session; caches made before go on working, without saving."""
         self.session.close()
+        if self._own_store is not None:
+            self._own_store.close()
 
     def _inferred_mask(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The mask that generate() makes up when it is given none."""
@@ -220,7 +233,7 @@ class TransformersAdapter:
         self._link.store_failed("loading", None)
         return loaded
 
-    def _load_matches(self, rows: Sequence[Row], matches: Sequence[Match]) -> Loaded:
+    def _load_matches(self, rows: Sequence[Row], matches: Sequence[MatchLike]) -> Loaded:
         # One column at least is the engine's to compute: it needs logits to go on from.
         last = rows[0].padding + len(rows[0].tokens) - 1
         columns = min(
@@ -254,6 +267,8 @@ class TransformersAdapter:
                     keys, values = both[:, number, :, hidden:]
                     load_pages(pages[number], layer, keys, values)
             layers.append(both)
+        if not all(hit.valid() for hit, count in zip(matches, used, strict=True) if count):
+            return Loaded()  # pages moved under the copy: their server is gone
         return Loaded(columns, tuple(layers), dict(tiers))
 
     def _pages(self, tokens: int) -> int:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.engine_adapter.model_spec import HfModel
-    from kvstore.session import Session
+    from kvstore.interface import ReservationLike, SessionLike
+    from kvstore.reservation import Commit
 
 log = logging.getLogger("kvstore.engine_adapter")
 
@@ -75,7 +76,7 @@ class Loaded:
 class StoreLink:
     """What an adapter and its caches share: the model, the session, how the store behaves."""
 
-    def __init__(self, model: HfModel, session: Session) -> None:
+    def __init__(self, model: HfModel, session: SessionLike) -> None:
         self.model = model
         self.session = session
         self.shape = PageShape.of(session.spec)
@@ -282,21 +283,29 @@ class StoredPrefixCache(DynamicCache):
     def _save_row(
         self, number: int, padding: int, tokens: NDArray[np.int32], durable: bool
     ) -> Saved:
-        link = self._link
-        with link.session.reserve(tokens) as run:
-            if not run.count and run.reason != "present":
-                return Saved(reason=run.reason)
-            start = padding + run.start * link.shape.page_tokens
-            stop = start + run.count * link.shape.page_tokens
-            pages = [link.shape.view(view) for view in run.views()]
-            for index in range(link.shape.layers):
-                layer = self._layer(index)
-                keys = layer.keys[number, :, start:stop].detach().to("cpu")
-                values = layer.values[number, :, start:stop].detach().to("cpu")
-                store_pages(pages, index, keys, values)
-            commit = run.commit(durable=durable)
-            reason = "" if run.reason == "present" else run.reason
-            return Saved(commit.pages, commit.durable, commit.reason or reason)
+        """In one run; in several where a server's memory for writing holds only part of it."""
+        pages = 0
+        while True:
+            with self._link.session.reserve(tokens) as run:
+                if not run.count and run.reason != "present":
+                    return Saved(pages, reason=run.reason)
+                done = self._save_run(number, padding, run, durable)
+                pages += done.pages
+                if run.reason != "limit" or not done.pages:
+                    reason = "" if run.reason == "present" else run.reason
+                    return Saved(pages, done.durable, done.reason or reason)
+
+    def _save_run(self, number: int, padding: int, run: ReservationLike, durable: bool) -> Commit:
+        shape = self._link.shape
+        start = padding + run.start * shape.page_tokens
+        stop = start + run.count * shape.page_tokens
+        pages = [shape.view(view) for view in run.views()]
+        for index in range(shape.layers):
+            layer = self._layer(index)
+            keys = layer.keys[number, :, start:stop].detach().to("cpu")
+            values = layer.values[number, :, start:stop].detach().to("cpu")
+            store_pages(pages, index, keys, values)
+        return run.commit(durable=durable)
 
     def _whole_pages(self, tokens: NDArray[np.int32], prompt: int) -> NDArray[np.int32]:
         """Whole pages of a row, up to its first end token after the prompt: the rest is filling."""

@@ -15,7 +15,10 @@ import typer
 from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
+from kvstore.cli_cert import cert
 from kvstore.cli_directory import opened
+from kvstore.cli_serve import serve
+from kvstore.cli_tenant import tenant_app
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.quantity import parse_duration
 from kvstore.removal import Selection
@@ -27,6 +30,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.command()(serve)
+app.add_typer(tenant_app)
+app.command()(cert)
 
 Directory = Annotated[
     Path, typer.Argument(help="The store's directory.", metavar="DIR", show_default=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from kvstore import documents
 from kvstore.quantity import format_bytes
 
 if TYPE_CHECKING:
@@ -26,13 +27,7 @@ def show_listing(
 ) -> None:
     """`kvstore ls`."""
     if as_json:
-        _json(
-            {
-                "namespaces": [asdict(space) for space in spaces],
-                "chains": [chain.to_dict() for chain in chains],
-                "chains_total": total,
-            }
-        )
+        _json(documents.listing(spaces, chains, total))
         return
     console = _console()
     if not spaces:
@@ -94,13 +89,7 @@ def show_chain(
 ) -> None:
     """`kvstore inspect`."""
     if as_json:
-        _json(
-            {
-                "chain": chain.to_dict(),
-                "pages": [asdict(page) for page in pages],
-                "spec": json.loads(spec) if spec else None,
-            }
-        )
+        _json(documents.chain_pages(chain, pages, spec))
         return
     console = _console()
     console.print(
@@ -199,4 +188,4 @@ def _table(*columns: str) -> Table:
 
 
 def _json(document: dict[str, Any]) -> None:
-    _console().file.write(json.dumps(document, sort_keys=True) + "\n")
+    _console().file.write(documents.to_json(document) + "\n")

@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -33,13 +33,21 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
+# What a config that extends StoreConfig is written with comes from here, pydantic's names included.
 __all__ = [
+    "Bytes",
+    "Count",
+    "Field",
+    "OptionalPath",
+    "OptionalSeconds",
+    "Seconds",
     "StoreConfig",
     "default_directory",
     "default_disk_bytes",
     "default_host_bytes",
     "environment_values",
     "load_config",
+    "model_validator",
 ]
 
 HOST_BYTES_MIN = 64 << 10
@@ -89,9 +97,11 @@ def _no_bool(value: object) -> object:
     return value
 
 
-_Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-_Seconds = Annotated[float, BeforeValidator(parse_duration)]
-_Count = Annotated[int, BeforeValidator(_no_bool)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+OptionalSeconds = Annotated[float | None, BeforeValidator(_optional_duration)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_optional_path)]
+Count = Annotated[int, BeforeValidator(_no_bool)]
 
 
 class StoreConfig(BaseModel):
@@ -100,41 +110,42 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     # Where the store lives; None keeps it in memory only.
-    directory: Annotated[Path | None, BeforeValidator(_optional_path)] = Field(
-        default=None, validation_alias=AliasChoices("directory", "dir")
-    )
+    directory: OptionalPath = Field(default=None, validation_alias=AliasChoices("directory", "dir"))
     # More directories for segment files, for instance one a drive.
     disk_directories: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     # The arena, headers and staging included.
-    host_bytes: _Bytes = Field(default=0, ge=HOST_BYTES_MIN, le=HOST_BYTES_MAX)
+    host_bytes: Bytes = Field(default=0, ge=HOST_BYTES_MIN, le=HOST_BYTES_MAX)
     # Everything below the directories, catalog and reserve included; 0 = no disk tier.
-    disk_bytes: _Bytes = Field(default=0, le=SIZE_BYTES_MAX)
+    disk_bytes: Bytes = Field(default=0, le=SIZE_BYTES_MAX)
     # The arena from the machine's pool of 2 MiB pages.
     huge_pages: bool = False
     # The store secret, where several stores must have it in common; else DIR/secret.
-    secret_file: Annotated[Path | None, BeforeValidator(_optional_path)] = None
+    secret_file: OptionalPath = None
     # Pages stored longer ago leave; None = only for want of room.
-    max_age_s: Annotated[float | None, BeforeValidator(_optional_duration)] = Field(
-        default=None, gt=0
-    )
+    max_age_s: OptionalSeconds = Field(default=None, gt=0)
     # What may wait for the disk at once; a commit waits no longer than the disk takes.
-    dirty_bytes_max: _Bytes = Field(default=256 << 20, ge=4096)
+    dirty_bytes_max: Bytes = Field(default=256 << 20, ge=4096)
     # Threads that read and write segment files.
-    io_threads: _Count = Field(default=4, ge=1, le=64)
+    io_threads: Count = Field(default=4, ge=1, le=64)
     # How long `stage` waits for the disk unless the call says otherwise.
-    stage_deadline_s: _Seconds = Field(default=2.0, gt=0, le=3600)
+    stage_deadline_s: Seconds = Field(default=2.0, gt=0, le=3600)
 
     def __init__(self, **values: Any) -> None:
         """Settings by name; what is not given is taken from the machine, see `default_*`."""
         try:
             super().__init__(**values)
         except ValidationError as exc:
-            raise ConfigError("\n".join(_line(each, values) for each in exc.errors())) from None
+            lines = [_line(each, values, type(self)) for each in exc.errors()]
+            raise ConfigError("\n".join(lines)) from None
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Put in what depends on the machine, before anything is checked."""
+        return cls.with_defaults(values)
+
+    @classmethod
+    def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Settings with what depends on the machine put in; nothing is checked yet."""
         filled = dict(values)
         if "directory" not in filled and "dir" not in filled:
             filled["directory"] = default_directory()
@@ -173,29 +184,36 @@ class StoreConfig(BaseModel):
         return (self.directory, *self.disk_directories) if self.directory else ()
 
 
+Config = TypeVar("Config", bound=StoreConfig)
+
+
 def load_config(
     flags: Mapping[str, Any] | None = None,
     file: Path | None = None,
     environ: Mapping[str, str] | None = None,
-) -> StoreConfig:
+    kind: type[Config] = StoreConfig,  # type: ignore[assignment]  # a default for a type variable
+) -> Config:
     """The config of a process: flags over environment over a TOML file over defaults.
 
-    Flags that are None were not given. `environ` is os.environ unless said otherwise.
+    Flags that are None were not given. `environ` is os.environ unless said otherwise. `kind` is
+    StoreConfig, or what adds settings to it.
     """
     values = _file_values(file) if file is not None else {}
-    values |= environment_values(os.environ if environ is None else environ)
+    values |= environment_values(os.environ if environ is None else environ, kind)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
-    return StoreConfig(**(values | _one_name(given)))
+    return kind(**(values | _one_name(given)))
 
 
-def environment_values(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_values(
+    environ: Mapping[str, str], kind: type[StoreConfig] = StoreConfig
+) -> dict[str, str]:
     """All settings in `KVSTORE_*` variables, by setting name. The only reader of them."""
     values = {}
     for name, value in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and not _KUBERNETES.fullmatch(name):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-            if key not in _names():
-                shown = [ENVIRONMENT_PREFIX + known.upper() for known in _names()]
+            if key not in _names(kind):
+                shown = [ENVIRONMENT_PREFIX + known.upper() for known in _names(kind)]
                 raise ConfigError(f"{name}: unknown environment variable; {_near(name, shown)}")
             values[key] = value
     return _one_name(values)
@@ -234,8 +252,8 @@ def default_disk_bytes(directories: Iterable[Path], free_bytes: int | None = Non
     return min(share, DISK_BYTES_DEFAULT_MAX) >> 20 << 20
 
 
-def _names() -> list[str]:
-    return ["dir", *StoreConfig.model_fields]
+def _names(kind: type[StoreConfig]) -> list[str]:
+    return ["dir", *kind.model_fields]
 
 
 def _one_name(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,11 +272,11 @@ def _file_values(file: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {file}: is not TOML: {exc}") from exc
 
 
-def _line(error: ErrorDetails, values: Mapping[str, Any]) -> str:
+def _line(error: ErrorDetails, values: Mapping[str, Any], kind: type[StoreConfig]) -> str:
     """One problem in one line: the setting, what was given, what is wanted."""
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{field}: unknown setting; {_near(field, _names())}"
+        return f"{field}: unknown setting; {_near(field, _names(kind))}"
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"])
         return f"{field}: {reason}" if field else reason

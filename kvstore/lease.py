@@ -42,6 +42,11 @@ class Match:
         return len(self._page_ids) * self._session.spec.page_tokens
 
     @property
+    def page_ids(self) -> NDArray[np.int32]:
+        """Where the pages stand in the page table; stable while the lease is held."""
+        return self._page_ids
+
+    @property
     def tiers(self) -> list[str]:
         """The fastest tier of each page now: "host" or "disk"."""
         with self._state.lock:
@@ -54,8 +59,18 @@ class Match:
         with self._state.lock:
             return self._count_host()
 
-    def stage(self, deadline_s: float | None = None) -> int:
-        """Bring the chain's pages into the arena; how many leading pages are there now.
+    def host_slots(self) -> NDArray[np.int64]:
+        """Each page's slot in the arena now, -1 for those that have none."""
+        with self._state.lock:
+            pages = self._page_ids
+            slots = self._state.index.table.slot[HOST][pages].astype(np.int64)
+            slots[~self._state.in_tier(pages, HOST)] = -1
+            slots[len(self._state.cut_condemned(pages)) :] = -1
+        return slots
+
+    def stage(self, deadline_s: float | None = None, *, pages: int | None = None) -> int:
+        """Bring the chain's pages, or its first `pages`, into the arena; how many leading pages
+        are there now.
 
         Returns as soon as all are there, when one turned out to be damaged or unreadable, or after
         `deadline_s` seconds (StoreConfig.stage_deadline_s unless given), whichever comes first.
@@ -68,7 +83,8 @@ class Match:
             state.require_open()
             if self._leased < 0:
                 return 0
-            missing = self._page_ids[~state.in_tier(self._page_ids, HOST)]
+            wanted = self._page_ids[:pages]
+            missing = wanted[~state.in_tier(wanted, HOST)]
         if len(missing) and self._session.stager is not None:
             self._session.stager.stage(missing.tolist(), deadline)
         with state.lock:
@@ -90,6 +106,26 @@ class Match:
             return []
         size = self._session.spec.page_bytes
         return [state.host.readonly_view(slot, size) for slot in slots]
+
+    def keep(self, pages: int) -> None:
+        """Let go of all but the leading `pages` of the chain: the others may leave from then on."""
+        state = self._state
+        with state.lock:
+            if pages >= len(self._page_ids):
+                return
+            if pages <= 0:
+                self.release()
+                return
+            kept, dropped = int(self._page_ids[pages - 1]), self._leased
+            state.index.lease(kept)
+            state.index.unlease(dropped)
+            self._leased, self._page_ids = kept, self._page_ids[:pages]
+            state.retry_condemned()
+            state.changed.notify_all()
+
+    def valid(self) -> bool:
+        """Whether what was copied out of views is right: True as long as the lease is held."""
+        return self._leased >= 0 and not self._state.closed
 
     def release(self) -> None:
         """End the lease; doing it again does nothing."""

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.prefix_index.page_table import HELD
 from kvstore.request import checked_tokens
 from kvstore.state import NO_PAGE
+from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -105,7 +106,10 @@ def evict(
     for start in range(0, len(order), STEP_PAGES):
         step = slice(start, start + STEP_PAGES)
         left += _remove_step(state, order[step], sequences[::-1][step], include_pinned)
-    state.free_wiped_slots()
+    try:
+        state.free_wiped_slots()
+    except TierError as exc:
+        raise DirectoryError(f"evicted from memory, but not wiped from disk: {exc}") from exc
     if left:
         return Eviction(chains, len(going) - left, size, kept_leased + left, kept_pinned, False)
     return report

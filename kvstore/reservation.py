@@ -14,9 +14,10 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.request import checked_deadline
 from kvstore.state import HOST, NO_PAGE
-from kvstore.tiers.checksum import checksum
+from kvstore.tiers.checksum import checksum, copy_and_checksum
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 PRESENT = "present"
+LIMIT = "limit"
 Chain = tuple[bytes, dict[int, bytes]]  # whole pages of tokens, extras by page index
 NOTHING: Chain = (b"", {})
 
@@ -80,9 +82,17 @@ class Reservation:
         size = self._session.spec.page_bytes
         return [self._state.host.view(slot, size) for slot in self._run.slots]
 
-    def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
+    def commit(
+        self,
+        *,
+        durable: bool = False,
+        deadline_s: float = 10.0,
+        sources: Sequence[memoryview] | None = None,
+    ) -> Commit:
         """Publish the pages. With `durable`, wait until they and their ancestors are on disk.
 
+        sources: bytes of each page, to be copied in first; what is checksummed is the copy, so
+        that memory which somebody else still writes may be given.
         Where all was "present" already, there is nothing to publish, but `durable` still waits.
         Raises InvalidRequest when the reservation was given up, or never had anything to commit.
         """
@@ -91,7 +101,7 @@ class Reservation:
         state.require_open()
         if not self._open and self.reason != PRESENT:
             raise InvalidRequest("this reservation is empty, committed or aborted already")
-        checksums = self._checksums()
+        checksums = self._checksums(sources)
         writer, ticket = self._session.disk_writer, None
         with state.lock:
             state.require_open()
@@ -133,9 +143,14 @@ class Reservation:
     ) -> None:
         self.abort()
 
-    def _checksums(self) -> NDArray[np.uint64]:
-        sums = b"".join(checksum(view) for view in self.views())
-        return np.frombuffer(sums, dtype=np.uint64).reshape(-1, 2)
+    def _checksums(self, sources: Sequence[memoryview] | None) -> NDArray[np.uint64]:
+        views = self.views()
+        if sources is None:
+            sums = [checksum(view) for view in views]
+        else:
+            pairs = zip(sources, views, strict=True)
+            sums = [copy_and_checksum(source, view) for source, view in pairs]
+        return np.frombuffer(b"".join(sums), dtype=np.uint64).reshape(-1, 2)
 
     def _publish(self, checksums: NDArray[np.uint64]) -> int:
         """Make the pages visible and queue them for the disk; the last one's id."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
-from kvstore.reservation import PRESENT, Reservation, Run
+from kvstore.reservation import LIMIT, PRESENT, Reservation, Run
 from kvstore.state import NO_PAGE
 
 if TYPE_CHECKING:
@@ -83,14 +83,20 @@ class Session:
         return found
 
     def reserve(
-        self, tokens: Tokens, extras: Extras | None = None, *, deadline_s: float = 0.25
+        self,
+        tokens: Tokens,
+        extras: Extras | None = None,
+        *,
+        deadline_s: float = 0.25,
+        limit: int | None = None,
     ) -> Reservation:
         """Slots for the pages of this prompt that nobody has stored or is storing.
 
         The run starts after the longest stored chain. It is empty, with a reason, when all is
         "present", when another writer has the next page ("in progress"), when no room could be made
         within `deadline_s` seconds ("full"), or while the store is still reading its catalog
-        ("warming up"); it is shorter than asked, with a reason, when room ran out.
+        ("warming up"); it is shorter than asked, with a reason, when room ran out, or when there
+        are more than `limit` pages to write ("limit").
         """
         values, more = checked_tokens(tokens), checked_extras(extras)
         wait_s = checked_deadline(deadline_s)
@@ -103,7 +109,7 @@ class Session:
             state.require_open()
             deadline = state.clock() + wait_s
             while True:
-                made = self._try_reserve(values, more, keys, total)
+                made = self._try_reserve(values, more, keys, total, limit)
                 left = deadline - state.clock()
                 if made.count or made.reason not in ("full", "disk behind") or left <= 0:
                     break
@@ -111,7 +117,7 @@ class Session:
                 state.require_open()
             if made.count:
                 self._held.add(made)
-            elif made.reason not in (PRESENT, "in progress"):
+            elif made.reason not in (PRESENT, LIMIT, "in progress"):
                 state.counters.reservations_refused += 1
             return made
 
@@ -181,7 +187,7 @@ class Session:
         self.close()
 
     def _try_reserve(
-        self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int
+        self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int, limit: int | None
     ) -> Reservation:
         """One attempt; the lock is held."""
         state = self.state
@@ -198,6 +204,11 @@ class Session:
         stop = self._free_until(keys, start, total)
         if stop == start:
             return self._nothing(start, "in progress")
+        is_limited = limit is not None and stop - start > limit
+        if limit is not None and is_limited:
+            stop = start + limit
+            if limit <= 0:
+                return self._nothing(start, LIMIT)
         behind = self._disk_behind(stop - start)
         if behind:
             return self._nothing(start, behind)
@@ -209,7 +220,8 @@ class Session:
             if parent != NO_PAGE:
                 state.index.unlease(parent)
             return self._nothing(start, "full")
-        reason = "full" if len(slots) < stop - start else ("in progress" if stop < total else "")
+        reason = LIMIT if is_limited else ("in progress" if stop < total else "")
+        reason = "full" if len(slots) < stop - start else reason
         stop = start + len(slots)
         run = Run(
             start=start,

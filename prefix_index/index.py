@@ -30,7 +30,7 @@ from kvstore.prefix_index.radix_tree import EDGE_BYTES_MAX, RadixTree
 from kvstore.prefix_index.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from kvstore.prefix_index.edge_plan import PageRows
 
@@ -49,6 +49,8 @@ class PrefixIndex:
         self._residency = Residency(self.table, self._nodes)
         self._by_root: dict[bytes, RadixTree] = {}
         self._by_number: list[RadixTree | None] = []
+        # Told the pages that came into a tier (True), or are about to leave it (False).
+        self.observer: Callable[[Ids, int, bool], None] | None = None
 
     def __len__(self) -> int:
         """Live pages."""
@@ -256,6 +258,8 @@ class PrefixIndex:
         ids = as_ids(ids)
         self._expect_live(ids)
         self._residency.set_tier(ids, tier, np.asarray(slots, np.int64))
+        if self.observer is not None:
+            self.observer(ids, tier, True)
 
     def clear_tier(self, ids: Sequence[int] | Ids, tier: int) -> npt.NDArray[np.int64]:
         """Pages have left a tier; returns their slots there. Ask may_leave or victims before.
@@ -264,6 +268,8 @@ class PrefixIndex:
         """
         ids = as_ids(ids)
         self._expect_live(ids)
+        if self.observer is not None:
+            self.observer(ids, tier, False)
         return self._residency.clear_tier(ids, tier)
 
     def lease(self, page: int) -> None:

@@ -94,6 +94,9 @@ class Catalog:
                 max_dbs=0,
             )
             self.reader_check()
+            # LMDB syncs its file; that the file and its folder can be found is for us to sync.
+            files.sync_directory(directory)
+            files.sync_directory(directory.parent)
         except (lmdb.Error, OSError) as error:
             raise CatalogError(f"catalog {directory}: {error}") from error
         self.map_bytes: int = self._env.info()["map_size"]

@@ -1,0 +1,104 @@
+"""The command `kvstore serve`: one server process, until SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import sys
+from pathlib import Path  # noqa: TC003  # typer looks at the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstore.config import load_config
+from kvstore.server_config import ServerConfig
+from kvstore.server_log import log_to_stderr
+from kvstore.server_security import ServerSecurity
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from kvstore.server import Server
+
+Size = Annotated[str | None, typer.Option(help="Like 8GiB.", show_default=False)]
+Duration = Annotated[str | None, typer.Option(help="Like 60s.", show_default=False)]
+Count = Annotated[int | None, typer.Option(show_default=False)]
+Switch = Annotated[bool | None, typer.Option(show_default=False)]
+
+
+def serve(
+    directory: Annotated[
+        Path | None, typer.Argument(help="The store's directory.", metavar="DIR")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="unix:/path or host:port; by default unix:DIR/kvstore.sock.")
+    ] = None,
+    host_bytes: Size = None,
+    disk_bytes: Size = None,
+    staging_bytes: Size = None,
+    secret_file: Annotated[Path | None, typer.Option(help="The store secret, to share.")] = None,
+    huge_pages: Switch = None,
+    max_rpcs: Count = None,
+    sessions_max: Count = None,
+    workers: Count = None,
+    waiting_workers: Count = None,
+    io_threads: Count = None,
+    drain_s: Duration = None,
+    idle_exit_s: Duration = None,
+    insecure_network: Switch = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")
+    ] = None,
+    tenants_file: Annotated[
+        Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
+    ] = None,
+    reflection: Switch = None,
+    log_json: Switch = None,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Check all settings, print them, don't serve.")
+    ] = False,
+) -> None:
+    """Serve one store to all engines of this host. Ends well on SIGTERM.
+
+    Every setting is also a key of the TOML file and a variable KVSTORE_NAME.
+    """
+    flags: dict[str, Any] = dict(locals())
+    for name in ("config", "check_config"):
+        del flags[name]
+    settings = load_config(flags, config, kind=ServerConfig)
+    security = ServerSecurity.of(settings)
+    if check_config:
+        typer.echo(settings.model_dump_json(indent=2))
+        return
+    log_to_stderr(as_json=settings.log_json)
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
+    from kvstore.server import Server  # grpc, which no other command needs
+
+    server = Server(settings, security)
+    _stop_on_signals(server)
+    server.start()
+    code = server.run()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # a thread that hangs in the kernel must not keep the process
+
+
+def _stop_on_signals(server: Server) -> None:
+    """The first signal asks for a good end, the second ends the process at once."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)
+        asked = True
+        server.request_stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)

@@ -1,0 +1,188 @@
+"""What all sessions of a client share: the channel, the breaker, the queue of what goes back.
+
+Asks the server and turns every failure into None, which callers take for a miss: counted, one log
+line a change of state, never an exception. Must not be here: what a call means.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from kvstore import kvstore_pb2 as pb
+from kvstore.breaker import Breaker
+from kvstore.client_channel import CallFailed, Failure, ServerChannel
+from kvstore.give_back import GiveBack
+from kvstore.socket_probe import why_unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from google.protobuf.message import Message
+
+    from kvstore.client_config import ClientConfig
+    from kvstore.live_session import LiveSession
+    from kvstore.private_server import PrivateServer
+    from kvstore.server_address import ServerAddress
+
+GIVE_BACK_S = 1.0
+
+# Calls that name a match or reservation: the server may know the session and not that.
+_ABOUT_HANDLES = frozenset({"Stage", "Commit", "Abort", "ReadPages", "WritePages"})
+
+_log = logging.getLogger("kvstore.client")
+
+
+class ServerLink:
+    """One client's way to one server, whichever process is the server at the time. Thread-safe."""
+
+    def __init__(
+        self, address: ServerAddress, config: ClientConfig, private: PrivateServer | None = None
+    ) -> None:
+        """`private` starts a server for the address's directory when none holds it."""
+        self.address = address
+        self.config = config
+        self.channel = ServerChannel(address, config)
+        self.breaker = Breaker()
+        self.give_back = GiveBack(self._deliver)
+        self.private = private
+        # A full tier refuses reservations and not look-ups: each kind of call is held for itself.
+        self._held_until: dict[str, float] = {}
+        self._counters: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._state = ""
+
+    def ask(self, live: LiveSession, name: str, request: Message | bytes, timeout_s: float) -> Any:
+        """The server's reply to a call of this session; None when there is none in time."""
+        if not self._may_call(live, name):
+            return None
+        try:
+            reply = self.channel.call(name, request, timeout_s)
+        except CallFailed as exc:
+            self.failed(live, name, exc)
+            return None
+        self.breaker.succeeded()
+        return reply
+
+    def read_pages(
+        self, live: LiveSession, header: pb.ReadPagesHeader, into: memoryview, timeout_s: float
+    ) -> int:
+        """Fill `into` from a stream of pages; how many bytes came, in order, without a gap."""
+        at = 0
+        if not self._may_call(live, "ReadPages"):
+            return at
+        try:
+            for piece in self.channel.read_pages(header, timeout_s):
+                if at + len(piece) > len(into):
+                    raise CallFailed(Failure.REFUSED, "more bytes came than were asked for")
+                into[at : at + len(piece)] = piece
+                at += len(piece)
+        except CallFailed as exc:
+            if exc.failure is not Failure.TIMEOUT or at == 0:  # bytes came: it lives
+                self.failed(live, "ReadPages", exc)
+        return at
+
+    def write_pages(
+        self,
+        live: LiveSession,
+        header: pb.WritePagesHeader,
+        pieces: Iterable[bytes],
+        timeout_s: float,
+    ) -> pb.CommitReply | None:
+        """Send pages and commit them; None when that failed."""
+        if not self._may_call(live, "WritePages"):
+            return None
+        try:
+            return self.channel.write_pages(header, pieces, timeout_s)
+        except CallFailed as exc:
+            self.failed(live, "WritePages", exc)
+            return None
+
+    def failed(self, live: LiveSession, name: str, exc: CallFailed) -> None:
+        """A call got no reply: draw the conclusions."""
+        self.count(f"calls_{exc.failure.name.lower()}")
+        if exc.failure is Failure.UNREACHABLE:
+            live.end(str(exc))
+        elif exc.failure is Failure.TIMEOUT:
+            if self.breaker.failed(time.monotonic()):
+                self.note(f"does not answer in time: {exc}")
+            live.abandoned(name)
+            live.wake.set()
+        elif exc.failure is Failure.UNKNOWN:
+            if name not in _ABOUT_HANDLES:
+                live.end(str(exc))
+        elif exc.failure is Failure.BUSY:
+            self._held_until[name] = time.monotonic() + exc.hold_s
+        else:
+            self.note(f"refused a call: {name}: {exc}")
+
+    def heard(self, live: LiveSession) -> None:
+        """The server has given a sign of life."""
+        now = time.monotonic()
+        live.heard_s = now
+        if self.breaker.alive(now):
+            self.note("answers again")
+
+    def why_unreachable(self) -> str:
+        """Why not to try to open a session now; "" to try. Starts a private server if need be."""
+        if self.address.socket is None:
+            return ""
+        reason = why_unreachable(self.address.socket, self.config.trusted_uid)
+        if reason and self.private is not None:
+            self.private.ensure()
+            return self.private.trouble or reason
+        return reason
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a private server is on its way, for all we know."""
+        return self.private is not None and not self.private.trouble
+
+    def note(self, state: str, level: int = logging.WARNING) -> None:
+        """Log how the server is, if that is news."""
+        with self._lock:
+            if state == self._state:
+                return
+            self._state = state
+        _log.log(level, "server %s: %s", self.address, state)
+
+    def count(self, name: str) -> None:
+        """Add one to a counter."""
+        with self._lock:
+            self._counters[name] += 1
+
+    def counters(self) -> dict[str, int]:
+        """What happened since the client was made; each only grows."""
+        with self._lock:
+            return {"breaker_opened": self.breaker.times_opened, **self._counters}
+
+    def close(self) -> None:
+        """Deliver what is to be given back, end all calls."""
+        self.give_back.stop(GIVE_BACK_S)
+        self.channel.close()
+
+    def _may_call(self, live: LiveSession, name: str) -> bool:
+        if live.over.is_set() or self.breaker.is_open:
+            self.count("calls_not_made")
+            return False
+        if self._held_until and self._held_until.get(name, 0.0) > time.monotonic():
+            self.count("calls_held_back")
+            return False
+        return True
+
+    def _deliver(self, live: LiveSession, name: str, numbers: list[int]) -> bool:
+        if name == "Release":
+            request: Message = pb.ReleaseRequest(session=live.id, match=numbers)
+            return self.ask(live, name, request, GIVE_BACK_S) is not None
+        for number in numbers:
+            if (
+                self.ask(
+                    live, name, pb.AbortRequest(session=live.id, reservation=number), GIVE_BACK_S
+                )
+                is None
+            ):
+                return False
+        return True

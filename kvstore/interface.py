@@ -1,0 +1,151 @@
+"""What an adapter holds: store, session, match, reservation, in this process or in a server.
+
+Session and its kin satisfy these as well as the remote ones, so that a caller cannot tell. Only
+shapes live here. A remote call answers a miss where a local one would raise for a lost store.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any, Self
+
+    from kvstore.request import Extras, Tokens
+    from kvstore.reservation import Commit
+    from kvstore.spec import CacheSpec
+
+
+class MatchLike(Protocol):
+    """The longest stored chain of a prompt, leased until release()."""
+
+    @property
+    def pages(self) -> int:
+        """Length of the chain in pages."""
+
+    @property
+    def tokens(self) -> int:
+        """Length of the chain in tokens."""
+
+    @property
+    def tiers(self) -> list[str]:
+        """The fastest tier of each page: "host" or "disk"."""
+
+    @property
+    def host_pages(self) -> int:
+        """How many leading pages can be read now."""
+
+    def stage(self, deadline_s: float | None = None) -> int:
+        """Bring pages into memory; how many leading pages can be read now."""
+
+    def views(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
+        """Read-only bytes of pages [start, stop), `spec.page_bytes` each, until release()."""
+
+    def valid(self) -> bool:
+        """Call after copying out of views; False: they had moved, drop what was copied."""
+
+    def release(self) -> None:
+        """End the lease; doing it again does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class ReservationLike(Protocol):
+    """Pages to write; leaving without a commit gives them up."""
+
+    reason: str  # why there is nothing, or less than asked: "present", "in progress", "full", ...
+
+    @property
+    def start(self) -> int:
+        """Page index of the first page to write; all before it are stored already."""
+
+    @property
+    def count(self) -> int:
+        """How many pages to write."""
+
+    def views(self) -> list[memoryview]:
+        """Writable bytes, `spec.page_bytes` a page, until commit or abort."""
+
+    def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
+        """Publish the pages. With `durable`, wait until they and their ancestors are on disk."""
+
+    def abort(self) -> None:
+        """Give the pages up; nothing was ever visible. Doing it again does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class SessionLike(Protocol):
+    """One client's work with pages of one spec. Its leases and reservations end with it."""
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What makes the bytes of its pages interchangeable."""
+
+    def match(self, tokens: Tokens, extras: Extras | None = None) -> MatchLike:
+        """Find the longest stored chain of a prompt and lease it, in one step."""
+
+    def reserve(
+        self, tokens: Tokens, extras: Extras | None = None, *, deadline_s: float = 0.25
+    ) -> ReservationLike:
+        """Room for the pages of this prompt that nobody has stored or is storing."""
+
+    def flush(self, deadline_s: float = 10.0) -> bool:
+        """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
+
+    def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
+        """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has."""
+
+    def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
+        """Take back every pin on the stored chain of this prompt; how many pages it has."""
+
+    def close(self) -> None:
+        """Release all matches, abort all reservations."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class StoreLike(Protocol):
+    """Where sessions come from: Store, or a connection to a server."""
+
+    def session(
+        self, spec: CacheSpec, *, tenant: str = "default", salt: bytes = b"", writer: str = ""
+    ) -> SessionLike:
+        """Work with pages of `spec`. `salt` keeps prompts apart within a tenant."""
+
+    def stats(self) -> Any:
+        """Bytes, pages and counters now; has to_dict()."""
+
+    def close(self) -> object:
+        """End all sessions and let the store go."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...

@@ -1,0 +1,374 @@
+"""A session with a server in another process: same calls as Session, and no failure but a miss.
+
+A thread keeps it open: it opens, listens to the server's heartbeat, and when the server is gone
+opens again, so that whoever comes first, engine or server, they find each other within a second.
+What was made with an earlier server process is never mixed with what comes from a later one: it
+hangs on its LiveSession, which is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore import kvstore_pb2 as pb
+from kvstore._version import __version__
+from kvstore.client_channel import CallFailed, Failure, with_tokens
+from kvstore.live_session import LiveSession
+from kvstore.prefix_index.page_key import TOKEN_BYTES
+from kvstore.remote_match import RemoteMatch
+from kvstore.remote_reservation import UNREACHABLE, RemoteReservation
+from kvstore.request import checked_deadline, checked_extras, checked_tokens
+from kvstore.shared_memory import SharedMemoryError, attach
+from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    from google.protobuf.message import Message
+
+    from kvstore.client_link import ServerLink
+    from kvstore.give_back import GiveBack
+    from kvstore.request import Extras, Tokens
+    from kvstore.shared_memory import Attachment
+    from kvstore.spec import CacheSpec
+
+OPEN_TIMEOUT_S = 2.0
+ATTACH_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
+ANSWER_MARGIN_S = 0.5  # beyond the deadline that the server keeps
+PIN_DEADLINE_S = 1.0
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.05, 0.25
+REFUSED_BACKOFF_S_MAX = 5.0
+BEAT_S_TROUBLED = 0.1  # while calls are not answered
+FLUSH_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
+RESERVE_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
+# Of tokens and extras in one call; the rest of a longer prompt is left out.
+PROMPT_BYTES_MAX = CONTROL_BYTES_MAX - (64 << 10)
+EXTRA_BYTES = 16  # what a page's extras take besides their content
+
+_log = logging.getLogger("kvstore.client")
+_numbers = itertools.count(1)
+
+
+class RemoteSession:
+    """Made by RemoteStore.session(). Safe to use from several threads; close it."""
+
+    def __init__(self, link: ServerLink, spec: CacheSpec, salt: bytes, writer: str) -> None:
+        self.spec = spec
+        self.give_back: GiveBack = link.give_back
+        self.stage_deadline_s = link.config.stage_deadline_s
+        self._link = link
+        self._salt = salt
+        self._writer = writer
+        self._pid = os.getpid()
+        self._live: LiveSession | None = None
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._attempts = 0
+        self._shared_memory = link.config.shared_memory and link.address.socket is not None
+        self._fork_seen = False
+        self._keeper = threading.Thread(
+            target=self._keep, name=f"kvstore-keeper-{next(_numbers)}", daemon=True
+        )
+        self._keeper.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a server answers this session now."""
+        live = self._live
+        return live is not None and not live.over.is_set()
+
+    def wait_open(self, wait_s: float, *, while_it_starts: bool = False) -> bool:
+        """Wait for a server; whether one answers.
+
+        while_it_starts: only as long as there is a reason to hope, that is until an attempt to
+        reach it failed and no private server is starting.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while not self.is_open and not self._closing.is_set():
+                left_s = deadline - time.monotonic()
+                hopeless = self._attempts and not self._link.is_starting
+                if left_s <= 0 or (while_it_starts and hopeless):
+                    break
+                self._changed.wait(left_s)
+        return self.is_open
+
+    def match(self, tokens: Tokens, extras: Extras | None = None) -> RemoteMatch:
+        """Find the longest stored chain of a prompt and lease it, in one step. See Session.match.
+
+        Raises InvalidRequest for malformed input. A server that does not answer within
+        ClientConfig.lookup_deadline_s makes it a miss.
+        """
+        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        live = self._usable()
+        if live is not None:
+            head = pb.MatchRequest(session=live.id, extras=_extras(more))
+            request = with_tokens(head, values)
+            reply = self.ask(live, "Match", request, self._link.config.lookup_deadline_s)
+            if reply is not None and reply.match:
+                return RemoteMatch(self, live, reply)
+        return RemoteMatch(self, None, None)
+
+    def reserve(
+        self, tokens: Tokens, extras: Extras | None = None, *, deadline_s: float = 0.25
+    ) -> RemoteReservation:
+        """Room for the pages of this prompt that nobody has stored or is storing.
+
+        See Session.reserve. It may be shorter than asked, with the reason "limit": commit it, then
+        reserve again for the rest. "unreachable": no server answers.
+        """
+        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
+        live = self._usable()
+        if live is None:
+            return RemoteReservation.nothing(self, UNREACHABLE)
+        self.give_back.hurry()
+        head = pb.ReserveRequest(session=live.id, extras=_extras(more), deadline_s=wait_s)
+        request = with_tokens(head, values)
+        reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S)
+        if reply is None:
+            return RemoteReservation.nothing(self, UNREACHABLE)
+        staging = live.staging() if reply.staging_offsets else None
+        if reply.staging_offsets and staging is None:  # the session ended just now
+            return RemoteReservation.nothing(self, UNREACHABLE)
+        return RemoteReservation(self, live, reply, staging)
+
+    def flush(self, deadline_s: float = 10.0) -> bool:
+        """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
+        wait_s = min(checked_deadline(deadline_s), FLUSH_DEADLINE_S_MAX)
+        live = self._usable()
+        if live is None:
+            return False
+        request = pb.FlushRequest(session=live.id, deadline_s=wait_s)
+        reply = self.ask(live, "Flush", request, wait_s + ANSWER_MARGIN_S)
+        return reply is not None and reply.done
+
+    def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
+        """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has."""
+        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        ttl_s = checked_deadline(ttl_s)
+        live = self._usable()
+        if live is None:
+            return 0
+        request = pb.PinRequest(session=live.id, tokens=values, extras=_extras(more), ttl_s=ttl_s)
+        reply = self.ask(live, "Pin", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+    def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
+        """Take back every pin on the stored chain of this prompt; how many pages it has."""
+        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        live = self._usable()
+        if live is None:
+            return 0
+        request = pb.UnpinRequest(session=live.id, tokens=values, extras=_extras(more))
+        reply = self.ask(live, "Unpin", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+    def close(self) -> None:
+        """Release all matches, abort all reservations; later calls are misses."""
+        if self.is_forked() or self._closing.is_set():
+            return
+        self._closing.set()
+        live = self._live
+        if live is not None:
+            self._say_goodbye(live)
+            live.end("closed")
+        with self._changed:
+            self._changed.notify_all()
+        self._keeper.join(CLOSE_TIMEOUT_S)
+
+    def ask(self, live: LiveSession, name: str, request: Message | bytes, timeout_s: float) -> Any:
+        """One call of this session; None when it got no reply. For its matches and reservations."""
+        return self._link.ask(live, name, request, timeout_s)
+
+    def read_pages(
+        self, live: LiveSession, header: pb.ReadPagesHeader, into: memoryview, timeout_s: float
+    ) -> int:
+        """Page bytes of a match by stream; how many came. For its matches."""
+        return self._link.read_pages(live, header, into, timeout_s)
+
+    def write_pages(
+        self,
+        live: LiveSession,
+        header: pb.WritePagesHeader,
+        pieces: Iterable[bytes],
+        timeout_s: float,
+    ) -> pb.CommitReply | None:
+        """Send a reservation's pages by stream. For its reservations."""
+        return self._link.write_pages(live, header, pieces, timeout_s)
+
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that made the session: then all are misses."""
+        if self._pid == os.getpid():
+            return False
+        if not self._fork_seen:
+            self._fork_seen = True
+            _log.error(
+                "a session of process %d is used in its forked child %d: all misses; start "
+                "processes with the spawn method, or connect after the fork",
+                self._pid,
+                os.getpid(),
+            )
+        return True
+
+    def __enter__(self) -> RemoteSession:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _usable(self) -> LiveSession | None:
+        live = self._live
+        if live is None or self.is_forked() or live.over.is_set():
+            self._link.count("calls_not_made")
+            return None
+        return live
+
+    def _fitting(self, tokens: bytes, extras: dict[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
+        """As much of a prompt as one call may carry, in whole pages when it is cut."""
+        size = len(tokens) + sum(EXTRA_BYTES + len(each) for each in extras.values())
+        if size <= PROMPT_BYTES_MAX:
+            return tokens, extras
+        page_bytes = TOKEN_BYTES * self.spec.page_tokens
+        room, pages = PROMPT_BYTES_MAX, 0
+        while pages < len(tokens) // page_bytes:
+            extra = len(extras[pages]) + EXTRA_BYTES if pages in extras else 0
+            if room < page_bytes + extra:
+                break
+            room -= page_bytes + extra
+            pages += 1
+        kept = {page: each for page, each in extras.items() if page < pages}
+        return tokens[: pages * page_bytes], kept
+
+    def _keep(self) -> None:
+        """The keeper's life: open, listen until it is over, again."""
+        backoff_s = BACKOFF_S_MIN
+        while not self._closing.is_set():
+            try:
+                live = self._open()
+            except CallFailed as exc:
+                self._link.note(f"not reached: {exc}")
+                self._tell_attempt()
+                self._closing.wait(backoff_s * random.uniform(0.8, 1.2))
+                refused = exc.failure is Failure.REFUSED  # it is there, and will say so again
+                backoff_s = min(2 * backoff_s, REFUSED_BACKOFF_S_MAX if refused else BACKOFF_S_MAX)
+                continue
+            backoff_s = BACKOFF_S_MIN
+            self._link.breaker.succeeded()
+            self._link.note(f"connected, epoch {live.boot_epoch:x}", logging.INFO)
+            self._link.count("sessions_opened")
+            self._live = live
+            self._tell_attempt()
+            if self._closing.is_set():  # close() may have missed it
+                self._say_goodbye(live)
+                live.end("closed")
+                return
+            self._listen(live)
+            if not self._closing.is_set():
+                self._link.note(f"lost: {live.reason}")
+
+    def _tell_attempt(self) -> None:
+        with self._changed:
+            self._attempts += 1
+            self._changed.notify_all()
+
+    def _open(self) -> LiveSession:
+        """A session with whichever server is there; CallFailed."""
+        reason = self._link.why_unreachable()
+        if reason:
+            raise CallFailed(Failure.UNREACHABLE, reason)
+        request = pb.OpenRequest(
+            client_version=__version__,
+            spec_json=self.spec.to_json(),
+            salt=self._salt,
+            writer=self._writer,
+            shared_memory=self._shared_memory,
+        )
+        reply = self._link.channel.call("Open", request, OPEN_TIMEOUT_S, wait_for_ready=True)
+        if reply.page_bytes != self.spec.page_bytes:
+            raise CallFailed(
+                Failure.REFUSED,
+                f"its pages have {reply.page_bytes} bytes, ours {self.spec.page_bytes}",
+            )
+        if not self._shared_memory or not reply.attach_token:
+            return LiveSession(reply, None)
+        attachment = self._attach(reply)
+        live = LiveSession(reply, attachment)
+        if attachment is None:  # it would expect pages in staging that is not mapped
+            self._say_goodbye(live)
+            raise CallFailed(Failure.UNREACHABLE, "without shared memory from here on")
+        return live
+
+    def _attach(self, reply: pb.OpenReply) -> Attachment | None:
+        """The server's memory. Where it can't be had, no later attempt asks for it."""
+        assert self._link.address.socket is not None
+        named = Path(reply.attach_path)
+        # In a container the server's directory may be mounted under another name.
+        beside = self._link.address.socket.parent / named.name
+        path = named if named.exists() else beside
+        try:
+            return attach(
+                path,
+                reply.attach_token,
+                server_uid=self._link.config.trusted_uid,
+                timeout_s=ATTACH_TIMEOUT_S,
+            )
+        except (SharedMemoryError, OSError, ValueError) as exc:
+            if not self._link.why_unreachable():  # the server is there, its memory is not
+                self._shared_memory = False
+                _log.warning("no shared memory, pages come as a stream: %s", exc)
+            return None
+
+    def _listen(self, live: LiveSession) -> None:
+        """Until the server, this session or the client is gone."""
+        while not live.over.is_set():
+            try:
+                stream = self._link.channel.heartbeat(self._beats(live))
+                live.on_end(stream.cancel)
+                for beat in self._link.channel.replies(stream):
+                    if beat.boot_epoch != live.boot_epoch:
+                        live.end("another server answers")
+                    self._link.heard(live)
+            except CallFailed as exc:
+                live.end(str(exc))
+            # A stream that ends well was old: the session goes on with a new one.
+            live.over.wait(BACKOFF_S_MIN)
+
+    def _beats(self, live: LiveSession) -> Iterator[pb.Beat]:
+        """Sent to the server, from a thread of gRPC's."""
+        while not live.over.is_set():
+            yield pb.Beat(session=live.id, boot_epoch=live.boot_epoch)
+            troubled = self._link.breaker.is_open
+            live.wake.wait(BEAT_S_TROUBLED if troubled else live.beat_s)
+            live.wake.clear()
+            if time.monotonic() - live.heard_s > SILENCE_S:
+                live.end(f"nothing heard for {SILENCE_S:.0f} s")
+
+    def _say_goodbye(self, live: LiveSession) -> None:
+        """Tell the server that a session is over, so that it need not find out."""
+        if live.over.is_set() or self._link.breaker.is_open:
+            return
+        try:
+            self._link.channel.call("Close", pb.CloseRequest(session=live.id), CLOSE_TIMEOUT_S)
+        except CallFailed as exc:
+            _log.debug("closing a session: %s", exc)
+
+
+def _extras(extras: dict[int, bytes]) -> pb.Extras | None:
+    if not extras:
+        return None
+    return pb.Extras(page_index=list(extras), content=list(extras.values()))

@@ -1,0 +1,308 @@
+"""The server: one store, its sessions, its shared memory, reached over gRPC.
+
+    server = Server(ServerConfig(directory="/var/lib/kvstore"))
+    server.start()
+    sys.exit(server.run())      # until request_stop()
+
+Calls that never wait have threads of their own, so that a slow disk does not delay a look-up. Here
+are only the parts and their order; what a call does stands in servicer.py and operator_calls.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import stat
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvstore.errors import ConfigError, DirectoryError, KVStoreError
+from kvstore.extent_server import ExtentServer
+from kvstore.operator_calls import OperatorCalls
+from kvstore.rpc_guard import Guard
+from kvstore.server_security import ServerSecurity
+from kvstore.servicer import Servicer
+from kvstore.session_registry import SessionRegistry
+from kvstore.staging_pool import StagingPool
+from kvstore.store import Store
+from kvstore.watchdog import Pulse, Tick, Watchdog, lock_is_free, thread_is_alive
+from kvstore.watches import Watches
+from kvstore.wire import CONTROL_BYTES_MAX, EXTENTS_NAME, METADATA_BYTES_MAX, PIECE_BYTES, SERVICE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.identity import Authorizer
+    from kvstore.server_config import ServerConfig
+    from kvstore.server_session import ServerSession
+    from kvstore.tiers.extent import ExtentRecord
+    from kvstore.tiers.host_tier import Staging
+
+SWITCH_INTERVAL_S = 2e-4  # how long a thread may keep the interpreter while another wants it
+STOP_S = 10.0  # from the wish to stop to the end of the process
+CLOSE_S = 5.0  # of that, for the store to flush
+CANCEL_S = 1.0  # how soon calls end that were cut off
+TICK_S = 0.25
+# Calls that may wait for the disk, for room, or for their client.
+WAITING = (
+    *("Open", "Stage", "Reserve", "Commit", "Flush", "ReadPages", "WritePages"),
+    *("Evict", "List", "Inspect", "Explain", "Stats"),
+)
+STREAMS = ("Heartbeat", "Watch")
+WATCHED_THREADS = ("disk-writer", "extents", "housekeeper", "stager")
+CONNECTION_AGE_MS = 3_600_000
+CONNECTION_GRACE_MS = 120_000
+
+_log = logging.getLogger("kvstore.server")
+
+
+class Server:
+    """Opens the store at once; serves from start() on, until stop()."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        security: ServerSecurity | None = None,
+        *,
+        authorizer: Authorizer | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """security: what `config` says about it, if that was looked at already. authorizer,
+        credentials: who may call, and TLS, instead of what the settings say.
+
+        Raises ConfigError, DirectoryError or CapacityError when it can't serve.
+        """
+        if security is None and authorizer is not None and credentials is not None:
+            security = ServerSecurity(authorizer, credentials, "")
+        self._security = security or ServerSecurity.of(config)
+        assert config.directory is not None
+        self.config = config
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.store = Store.open(wait_warm=False, **config.store_config().model_dump())
+        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
+        self._staging = StagingPool(config.staging_bytes)
+        self.registry = SessionRegistry(self.store, self._staging, sessions_max=config.sessions_max)
+        try:
+            self._extents = ExtentServer(
+                config.directory / EXTENTS_NAME, self._granted, disconnected=self.registry.end
+            )
+        except BaseException:
+            self.store.close()
+            raise
+        self._servicer = Servicer(
+            self.store, self.registry, self._extents, secrets.randbits(63) | 1
+        )
+        self._watches = Watches(self.store)
+        self._quick = ThreadPoolExecutor(config.workers, "kvstore-call")
+        self._waiting = ThreadPoolExecutor(config.waiting_workers, "kvstore-wait")
+        self._streams = ThreadPoolExecutor(2 * config.sessions_max, "kvstore-stream")
+        self._health = health.HealthServicer(experimental_non_blocking=True)
+        self._grpc = self._make_grpc(Guard(authorizer or self._security.authorizer))
+        self._tick = Tick()
+        self._watchdog = Watchdog(self._probes(), self._set_ready)
+        self._stop_wanted = threading.Event()
+        self._said_warm = False
+        self.port = 0  # of a network address
+
+    def start(self) -> None:
+        """Listen. Raises DirectoryError or ConfigError when the address can't be had."""
+        config = self.config
+        path = config.socket_path
+        try:
+            if path is not None:
+                _claim(path)
+            credentials = self._security.credentials
+            if credentials is not None:
+                self.port = self._grpc.add_secure_port(config.address, credentials)
+            else:
+                self.port = self._grpc.add_insecure_port(config.address)
+            if path is not None:
+                os.chmod(path, 0o600)
+        except (RuntimeError, OSError, KVStoreError) as exc:
+            self._extents.close()
+            self.store.close()
+            if isinstance(exc, KVStoreError):
+                raise
+            raise DirectoryError(f"listen: {config.address}: {exc}") from exc
+        self._grpc.start()
+        self._set_ready(True)
+        _log.info("serving %s at %s", config.directory, config.address)
+        if self._security.warning:
+            _log.warning("%s", self._security.warning)
+
+    def run(self) -> int:
+        """Serve until somebody wants a stop, then stop; the exit code of the process."""
+        failed = ""
+        self._watchdog.start()
+        while not self._stop_wanted.wait(TICK_S):
+            self._tick.beat()
+            self.registry.sweep()
+            failed = self._look_at_start()
+            if failed:
+                _log.error("%s", failed)
+                break
+            if self._is_idle():
+                _log.info("no session for %g s", self.config.idle_exit_s)
+                break
+        done = self.stop()
+        return 0 if done and not failed else 1
+
+    def request_stop(self) -> None:
+        """Make run() end. Safe to call from a signal handler."""
+        self._stop_wanted.set()
+
+    def stop(self) -> bool:
+        """Finish calls that are under way, flush, close; False when the disk did not take all.
+
+        Takes at most STOP_S, or longer only if `drain_s` is.
+        """
+        drain_s = self.config.drain_s
+        deadline = time.monotonic() + max(STOP_S, drain_s + CLOSE_S)
+        _log.info("stopping: %d sessions", len(self.registry))
+        self._watchdog.stop()
+        self._set_ready(False)
+        stopped = self._grpc.stop(drain_s)
+        self._servicer.drain()
+        self._watches.drain()
+        stopped.wait(drain_s + CANCEL_S)
+        self.registry.end_all()
+        self._extents.close()
+        done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
+        for pool in (self._quick, self._waiting, self._streams):
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self.config.socket_path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.config.socket_path)
+        _log.info("stopped")
+        return done
+
+    def service_stats(self) -> dict[str, Any]:
+        """Who is connected, for Stats."""
+        counts = [session.counts for session in self.registry.sessions()]
+        return {
+            "warning": self._security.warning,
+            "sessions": len(counts),
+            "matches": sum(matches for matches, _ in counts),
+            "reservations": sum(reservations for _, reservations in counts),
+            "staging_bytes": self._staging.used_bytes,
+            "staging_capacity_bytes": self._staging.capacity_bytes,
+        }
+
+    def _make_grpc(self, guard: Guard) -> grpc.Server:
+        operators = OperatorCalls(self.store, self.service_stats)
+        pools = dict.fromkeys(WAITING, self._waiting) | dict.fromkeys(STREAMS, self._streams)
+        functions = self._servicer.functions() | operators.functions()
+        handlers = guard.handlers(functions | {"Watch": self._watches.watch}, pools)
+        server = grpc.server(
+            self._quick,
+            options=_options(self.config),
+            maximum_concurrent_rpcs=self.config.max_rpcs + 2 * self.config.sessions_max,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self.config.reflection:
+            _add_reflection(server)
+        return server
+
+    def _granted(self, session: ServerSession) -> list[ExtentRecord | Staging]:
+        """What a session's client may map: its tenant's extents to read, its staging to write."""
+        host = self.store.state.host
+        assert host is not None
+        granted: list[ExtentRecord | Staging] = [*host.extents(session.identity.tenant)]
+        staging = session.staging  # gone once the session has ended
+        return granted + ([staging] if staging is not None else [])
+
+    def _probes(self) -> dict[str, Any]:
+        probes: dict[str, Any] = {
+            "main loop": self._tick,
+            "calls": Pulse(self._quick.submit),
+            "store": lock_is_free(self.store.state.lock),
+        }
+        for name in WATCHED_THREADS:
+            probes[name] = thread_is_alive(f"kvstore-{name}")
+        return probes
+
+    def _set_ready(self, is_ready: bool) -> None:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            self._health.set(name, status)
+
+    def _look_at_start(self) -> str:
+        """Say once when all that is on disk can be hit; what went wrong, if it did."""
+        if self._said_warm:
+            return ""
+        try:
+            if self.store.wait_warm(0.0):
+                self._said_warm = True
+                _log.info("warm: %d pages", len(self.store.state.index))
+        except KVStoreError as exc:
+            return str(exc)
+        return ""
+
+    def _is_idle(self) -> bool:
+        limit = self.config.idle_exit_s
+        if limit is None or len(self.registry):
+            return False
+        return time.monotonic() - self.registry.last_session_s > limit
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
+        ("grpc.max_send_message_length", CONTROL_BYTES_MAX),
+        ("grpc.max_metadata_size", METADATA_BYTES_MAX // 2),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.max_concurrent_streams", config.max_rpcs),
+        ("grpc.http2.max_frame_size", PIECE_BYTES),  # whole prompts in one frame
+        ("grpc.http2.lookahead_bytes", CONTROL_BYTES_MAX),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ]
+    if config.socket_path is None:
+        options += [
+            ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
+            ("grpc.max_connection_age_grace_ms", CONNECTION_GRACE_MS),
+        ]
+    return options
+
+
+def _claim(path: Path) -> None:
+    """Make room for a socket; gRPC itself would take a living server's place without a word."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise DirectoryError(f"{path}: not a socket of user {os.geteuid()}; remove it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as exc:
+            raise DirectoryError(f"{path}: {exc.strerror}") from exc
+    raise DirectoryError(f"{path}: in use by another server")
+
+
+def _add_reflection(server: grpc.Server) -> None:
+    try:
+        from grpc_reflection.v1alpha import reflection
+    except ImportError as exc:
+        raise ConfigError("reflection: needs the package grpcio-reflection") from exc
+    reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)

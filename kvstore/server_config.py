@@ -1,0 +1,110 @@
+"""All settings of a server: those of its store, and how it is reached and bounded.
+
+`kvstore serve` reads them from flags, `KVSTORE_*` and a TOML file, as config.py says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from kvstore.config import (
+    Bytes,
+    Count,
+    Field,
+    OptionalPath,
+    OptionalSeconds,
+    Seconds,
+    StoreConfig,
+    model_validator,
+)
+from kvstore.errors import ConfigError
+from kvstore.quantity import format_bytes, parse_bytes
+from kvstore.wire import SOCKET_NAME
+
+STAGING_SHARE = 8  # of host_bytes, unless said otherwise
+PATH_BYTES_MAX = 107  # of a Unix socket
+
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+
+
+class ServerConfig(StoreConfig):
+    """A store's settings and its server's. A bad one raises ConfigError, a line for each."""
+
+    # unix:/path or host:port; empty: unix:DIR/kvstore.sock.
+    listen: str = ""
+    # Serve a network address without TLS and credentials: whoever reaches it is the operator.
+    insecure_network: bool = False
+    # PEM files for TLS at a network address, and the CA that client certificates must come from.
+    tls_cert: OptionalPath = None
+    tls_key: OptionalPath = None
+    tls_client_ca: OptionalPath = None
+    # Tenants and digests of their tokens, as `kvstore tenant` writes them; every call needs one.
+    tenants_file: OptionalPath = None
+    # Of host_bytes, for writers to fill; empty: an eighth.
+    staging_bytes: Bytes = Field(default=0, ge=0)
+    # Calls at once, waiting ones included; more are refused. Streams of sessions come on top.
+    max_rpcs: Count = Field(default=256, ge=4, le=65_536)
+    # Sessions at once.
+    sessions_max: Count = Field(default=1024, ge=1, le=65_536)
+    # Threads for calls that do not wait, and for calls that may wait for the disk.
+    workers: Count = Field(default=8, ge=1, le=256)
+    waiting_workers: Count = Field(default=32, ge=1, le=1024)
+    # After SIGTERM, for calls that are under way.
+    drain_s: Seconds = Field(default=5.0, ge=0, le=60)
+    # End after so long without a session; empty: never.
+    idle_exit_s: OptionalSeconds = Field(default=None, gt=0)
+    # One JSON object a line instead of text.
+    log_json: bool = False
+    # gRPC server reflection; tells anybody who connects what the service looks like.
+    reflection: bool = False
+
+    @classmethod
+    def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """See StoreConfig."""
+        filled = super().with_defaults(values)
+        if not filled.get("staging_bytes"):
+            share = parse_bytes(filled["host_bytes"]) // STAGING_SHARE
+            filled["staging_bytes"] = share // 4096 * 4096
+        return filled
+
+    @model_validator(mode="after")
+    def _check_server(self) -> ServerConfig:
+        if self.directory is None:
+            raise ConfigError("dir: a server needs a directory, for its sockets at least")
+        if self.staging_bytes > self.host_bytes // 2:
+            raise ConfigError(
+                f"staging_bytes: {format_bytes(self.staging_bytes)} of host_bytes = "
+                f"{format_bytes(self.host_bytes)}; at most half of it"
+            )
+        path = self.socket_path
+        if path is not None and len(bytes(path)) > PATH_BYTES_MAX:
+            raise ConfigError(
+                f"listen: {path} has more than the {PATH_BYTES_MAX} bytes of a socket's path; "
+                "use a shorter one"
+            )
+        if path is None and _ADDRESS.fullmatch(self.listen) is None:
+            raise ConfigError(f"listen: {self.listen!r} given; unix:/path or host:port is wanted")
+        return self
+
+    @property
+    def socket_path(self) -> Path | None:
+        """The Unix socket that the server listens at; None for a network address."""
+        assert self.directory is not None
+        if not self.listen:
+            return self.directory / SOCKET_NAME
+        if not self.listen.startswith("unix:"):
+            return None
+        return Path(self.listen.removeprefix("unix:").removeprefix("//")).absolute()
+
+    @property
+    def address(self) -> str:
+        """What to listen at, as gRPC names it."""
+        path = self.socket_path
+        return self.listen if path is None else f"unix:{path}"
+
+    def store_config(self) -> StoreConfig:
+        """The store's part. Staging is taken out of the arena's bytes: the host's total holds."""
+        values = {name: getattr(self, name) for name in StoreConfig.model_fields}
+        return StoreConfig(**(values | {"host_bytes": self.host_bytes - self.staging_bytes}))

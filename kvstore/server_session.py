@@ -1,0 +1,305 @@
+"""One client's session in the server: its matches and reservations by number, and their limits.
+
+Leased pages, each counted once, stay within `limit_bytes`, so that staging them does; pages being
+written stay within the session's staging. What a call works on cannot end under it: a match that is
+being read and a reservation that is being committed end after that call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import CapacityError, ClosedError, InvalidRequest
+from kvstore.prefix_index.page_key import TOKEN_BYTES
+from kvstore.staging_pool import StagingSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore.identity import Identity
+    from kvstore.lease import Match
+    from kvstore.reservation import Commit, Reservation
+    from kvstore.session import Session
+    from kvstore.tiers.host_tier import Staging
+
+MATCHES_MAX = 4096
+RESERVATIONS_MAX = 1024
+PROMPT_BYTES_MAX = 64 << 20  # of tokens kept so that longer prompts can go on from them
+UPLOAD_S_MAX = 30.0  # a reservation that nobody fills ends after so long
+
+
+class UnknownHandle(ClosedError):
+    """A session, match or reservation that this client does not have, or has no more."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldMatch:
+    """A match that the client has. `pages`: what is counted for it."""
+
+    number: int
+    match: Match
+    pages: NDArray[np.int32]
+    tokens: bytes
+    extras: dict[int, bytes]
+    users: int = 0
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class HeldReservation:
+    """A reservation that the client has. `offsets`: its pages in the session's staging."""
+
+    number: int
+    reservation: Reservation
+    offsets: list[int] = field(default_factory=list)
+    since_s: float = 0.0
+
+
+class ServerSession:
+    """Made by SessionRegistry.open(). Safe to call from several threads."""
+
+    def __init__(
+        self,
+        name: bytes,
+        identity: Identity,
+        session: Session,
+        *,
+        staging: Staging | None,
+        staging_bytes: int,
+        limit_bytes: int,
+        clock: Callable[[], float],
+        gone: Callable[[ServerSession], None],
+    ) -> None:
+        """`gone` is called once, when the session has ended and nothing of it is in use."""
+        self.name = name
+        self.identity = identity
+        self.session = session
+        self.staging = staging
+        self.last_sign_s = clock()
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._gone = gone
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._matches: dict[int, HeldMatch] = {}
+        self._reservations: dict[int, HeldReservation] = {}
+        self._slots = StagingSlots(staging_bytes, session.spec.page_bytes)
+        self._prompt_bytes = 0
+        self._leases = np.zeros(0, np.int32)  # matches that hold each page of the page table
+        self._leased_pages = 0
+        self._commits = 0
+        self._ended = False
+
+    def sign_of_life(self) -> None:
+        """The client is there."""
+        self.last_sign_s = self._clock()
+
+    def match(self, tokens: bytes, extras: dict[int, bytes], after: int) -> HeldMatch | None:
+        """Look up and lease; None when nothing matched. `after`: go on from that match's chain."""
+        if after:
+            with self._lock:
+                earlier = self._match(after)
+                tokens = earlier.tokens + tokens
+                extras = earlier.extras | extras
+        found = self.session.match(tokens, extras)
+        if not found.pages:
+            found.release()
+            return None
+        return self._hold(found, tokens, extras)
+
+    @contextmanager
+    def using(self, number: int) -> Iterator[HeldMatch]:
+        """A match that stays leased until the block is left, even if it is released meanwhile."""
+        with self._lock:
+            held = self._match(number)
+            held.users += 1
+        try:
+            yield held
+        finally:
+            with self._lock:
+                held.users -= 1
+                last = held.released and held.users == 0
+            if last:
+                held.match.release()
+
+    def stage(self, number: int, deadline_s: float) -> Match:
+        """Bring a match's pages into memory."""
+        with self.using(number) as held:
+            held.match.stage(deadline_s)
+            return held.match
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """End those leases; unknown ones are ended already."""
+        with self._lock:
+            ending = [self._matches.pop(n) for n in numbers if n in self._matches]
+            for held in ending:
+                held.released = True
+                self._prompt_bytes -= len(held.tokens)
+                self._leases[held.pages] -= 1
+                self._leased_pages -= int(np.count_nonzero(self._leases[held.pages] == 0))
+            idle = [held for held in ending if held.users == 0]
+        for held in idle:
+            held.match.release()
+
+    def reserve(
+        self, tokens: bytes, extras: dict[int, bytes], deadline_s: float
+    ) -> HeldReservation:
+        """Slots to write, as many as fit in staging; number 0 when there is nothing to write."""
+        with self._lock:
+            self._require_open()
+            if len(self._reservations) >= RESERVATIONS_MAX:
+                raise CapacityError(f"{RESERVATIONS_MAX} reservations are open in this session")
+            limit = self._slots.free
+            offsets = self._slots.take(limit)  # nobody else gets them meanwhile
+        wanted = 0
+        try:
+            made = self.session.reserve(tokens, extras, deadline_s=deadline_s, limit=limit)
+            wanted = made.count
+        finally:
+            with self._lock:
+                self._slots.give_back(offsets[wanted:])
+        number = next(self._numbers) if wanted or made.reason == "present" else 0
+        held = HeldReservation(number, made, offsets[:wanted], self._clock())
+        with self._lock:
+            if not self._ended:
+                if number:
+                    self._reservations[number] = held
+                return held
+        made.abort()
+        raise UnknownHandle("the session has ended")
+
+    @contextmanager
+    def writing(self, number: int) -> Iterator[HeldReservation]:
+        """Take a reservation to commit it; it is given up when the block did not."""
+        with self._lock:
+            self._require_open()
+            held = self._reservations.pop(number, None)
+            if held is None:
+                raise UnknownHandle("no such reservation: committed, given up or too old")
+            self._commits += 1
+        try:
+            yield held
+        finally:
+            held.reservation.abort()
+            with self._lock:
+                self._slots.give_back(held.offsets)
+                self._commits -= 1
+                last = self._ended and self._commits == 0
+            if last:
+                self._finish()
+
+    def commit(self, number: int, *, durable: bool, deadline_s: float) -> Commit:
+        """Copy a reservation's pages out of staging and publish them."""
+        with self.writing(number) as held:
+            if held.offsets and self.staging is None:
+                raise InvalidRequest("this session has no staging: write by WritePages")
+            size, staging = self.session.spec.page_bytes, self.staging
+            sources = [staging.view(at, size) for at in held.offsets] if staging else []
+            try:
+                return held.reservation.commit(
+                    durable=durable, deadline_s=deadline_s, sources=sources
+                )
+            finally:
+                for source in sources:
+                    source.release()
+
+    def abort(self, number: int) -> None:
+        """Give a reservation up; an unknown one has ended already."""
+        with self._lock:
+            held = self._reservations.pop(number, None)
+            if held is not None:
+                self._slots.give_back(held.offsets)
+        if held is not None:
+            held.reservation.abort()
+
+    def sweep(self) -> int:
+        """Give up reservations that have been open for too long; how many."""
+        with self._lock:
+            now = self._clock()
+            old = [n for n, r in self._reservations.items() if r.since_s + UPLOAD_S_MAX < now]
+        for number in old:
+            self.abort(number)
+        return len(old)
+
+    def end(self) -> None:
+        """Release and give up all that is not being worked on this moment; no call works after."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            reservations, matches = list(self._reservations), list(self._matches)
+            self._commits += 1  # `gone` comes last
+        for number in reservations:
+            self.abort(number)
+        self.release(matches)
+        with self._lock:
+            self._commits -= 1
+            last = self._commits == 0
+        if last:
+            self._finish()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Open matches and reservations."""
+        return len(self._matches), len(self._reservations)
+
+    def _finish(self) -> None:
+        self._gone(self)
+        self.staging = None  # its memory is free now, and not when this object is collected
+
+    def _require_open(self) -> None:
+        if self._ended:
+            raise UnknownHandle("the session has ended")
+
+    def _match(self, number: int) -> HeldMatch:
+        self._require_open()
+        held = self._matches.get(number)
+        if held is None:
+            raise UnknownHandle("no such match: released, or of another session")
+        return held
+
+    def _hold(self, found: Match, tokens: bytes, extras: dict[int, bytes]) -> HeldMatch | None:
+        """Give a match its number, shortened to what the session may hold."""
+        try:
+            with self._lock:
+                self._require_open()
+                if len(self._matches) >= MATCHES_MAX:
+                    raise CapacityError(f"{MATCHES_MAX} matches are open in this session")
+                if self._prompt_bytes + len(tokens) > PROMPT_BYTES_MAX:
+                    raise CapacityError("too many long matches are open in this session")
+                if not self._count(found):
+                    found.release()
+                    return None
+                tokens = tokens[: TOKEN_BYTES * found.tokens]
+                held = HeldMatch(next(self._numbers), found, found.page_ids, tokens, extras)
+                self._matches[held.number] = held
+                self._prompt_bytes += len(tokens)
+                return held
+        except BaseException:
+            found.release()
+            raise
+
+    def _count(self, found: Match) -> int:
+        """Count a match's pages and shorten it to those that fit; how many are left."""
+        pages = found.page_ids
+        largest = int(pages.max())
+        if largest >= len(self._leases):
+            self._leases = np.concatenate([self._leases, np.zeros(largest + 1, np.int32)])
+        fresh = self._leases[pages] == 0
+        room = self._limit_bytes // self.session.spec.page_bytes - self._leased_pages
+        more = int(np.count_nonzero(fresh))
+        if more > room:
+            found.keep(int(np.cumsum(fresh).searchsorted(room, "right")))
+            pages = found.page_ids
+            more = int(np.count_nonzero(fresh[: len(pages)]))
+        self._leases[pages] += 1
+        self._leased_pages += more
+        return len(pages)

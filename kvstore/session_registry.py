@@ -1,0 +1,119 @@
+"""All sessions of a server, by their secret names; ends those whose client is gone.
+
+A session belongs to the credential that opened it: to others its name means nothing. It ends when
+its client says so, when its heartbeat stream or its shared-memory connection breaks, or after
+silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvstore.errors import CapacityError
+from kvstore.server_session import ServerSession, UnknownHandle
+from kvstore.staging_pool import SESSION_BYTES_MAX, StagingPool
+from kvstore.wire import SESSION_BYTES, SILENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.identity import Identity
+    from kvstore.spec import CacheSpec
+    from kvstore.store import Store
+
+SHARE_OF_ARENA = 0.25  # that one session may keep from moving
+STAGING_SHARE = 8  # a session without staging may have so small a part of the arena in writing
+
+_log = logging.getLogger("kvstore.server")
+
+
+class SessionRegistry:
+    """Opens, finds and ends sessions. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        staging: StagingPool,
+        *,
+        sessions_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._sessions_max = sessions_max
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sessions: dict[bytes, ServerSession] = {}
+        self.last_session_s = clock()  # when there was one last
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def sessions(self) -> list[ServerSession]:
+        """All that are open."""
+        return list(self._sessions.values())
+
+    def open(
+        self, identity: Identity, spec: CacheSpec, *, salt: bytes, writer: str, shared_memory: bool
+    ) -> ServerSession:
+        """A new session; CapacityError when there are too many."""
+        with self._lock:
+            if len(self._sessions) >= self._sessions_max:
+                raise CapacityError(f"{self._sessions_max} sessions are open; raise sessions_max")
+        host_bytes = self._store.config.host_bytes
+        inner = self._store.session(spec, tenant=identity.tenant, salt=salt, writer=writer)
+        memory = self._staging.take(spec.page_bytes) if shared_memory else None
+        quota = max(min(SESSION_BYTES_MAX, host_bytes // STAGING_SHARE), spec.page_bytes + 4096)
+        made = ServerSession(
+            secrets.token_bytes(SESSION_BYTES),
+            identity,
+            inner,
+            staging=memory,
+            staging_bytes=memory.size if memory is not None else quota,
+            limit_bytes=int(host_bytes * SHARE_OF_ARENA),
+            clock=self._clock,
+            gone=self._gone,
+        )
+        with self._lock:
+            self._sessions[made.name] = made
+        return made
+
+    def find(self, name: bytes, identity: Identity) -> ServerSession:
+        """A session by name; UnknownHandle when there is none of that name for this credential."""
+        found = self._sessions.get(name)
+        if found is None or found.identity != identity:
+            raise UnknownHandle("no such session; open a new one")
+        found.sign_of_life()
+        return found
+
+    def end(self, session: ServerSession) -> None:
+        """End a session; ending it again does nothing."""
+        with self._lock:
+            known = self._sessions.pop(session.name, None)
+            self.last_session_s = self._clock()
+        if known is not None:
+            session.end()
+
+    def sweep(self) -> None:
+        """End silent sessions, and uploads that nobody goes on with."""
+        now = self._clock()
+        for session in list(self._sessions.values()):
+            if session.last_sign_s + SILENCE_S < now:
+                _log.warning("a session ended: nothing heard of its client for %g s", SILENCE_S)
+                self.end(session)
+            else:
+                session.sweep()
+
+    def end_all(self) -> None:
+        """End every session."""
+        for session in list(self._sessions.values()):
+            self.end(session)
+
+    def _gone(self, session: ServerSession) -> None:
+        session.session.close()
+        if session.staging is not None:
+            self._staging.give_back(session.staging)

@@ -1,0 +1,51 @@
+"""What client and server of the service agree on besides kvstore.proto: limits, names, versions.
+
+No grpc here. All limits have their unit in their name.
+"""
+
+from __future__ import annotations
+
+from kvstore.errors import InvalidRequest
+
+SERVICE = "kvstore.v1.KVStore"
+SOCKET_NAME = "kvstore.sock"  # in the store's directory
+EXTENTS_NAME = "extents.sock"
+
+CONTROL_BYTES_MAX = 4 << 20  # of one message; larger ones are refused by grpc itself
+PIECE_BYTES = 1 << 20  # of a message of ReadPages and WritePages
+METADATA_BYTES_MAX = 16 << 10
+DEADLINE_S_MAX = 60.0  # of a call; every call but the streams below has a deadline
+HEARTBEAT_S = 3  # how often a client beats
+SILENCE_S = 10.0  # after so long without a beat or a call a session ends
+SESSION_BYTES = 16
+
+# Calls that last as long as their client wants; all others need a deadline.
+ENDLESS = frozenset({"Heartbeat", "Watch"})
+# Raw bytes instead of messages, one way or the other: see the proto.
+RAW_REPLIES = frozenset({"ReadPages"})
+RAW_REQUESTS = frozenset({"WritePages"})
+
+# Trailing metadata of a refusal that is worth another try: milliseconds to wait.
+RETRY_KEY = "grpc-retry-pushback-ms"
+
+
+def check_version(client: str, server: str) -> str:
+    """Why a client of that version can't be served; empty when it can.
+
+    A server serves clients of its own minor version and of the one before.
+    """
+    try:
+        ours, theirs = _major_minor(server), _major_minor(client)
+    except ValueError:
+        raise InvalidRequest(f"client_version {client[:40]!r}: like 1.2.3, please") from None
+    if ours[0] == theirs[0] and ours[1] - theirs[1] in (0, 1):
+        return ""
+    return (
+        f"the client is kvstore {client[:40]}, this server is {server}: it serves its own and the "
+        "previous minor version; upgrade the older of the two"
+    )
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
