@@ -172,13 +172,8 @@ def evict(
             root=root,
             writer=writer,
             older_than_s=parse_duration(older_than) if older_than is not None else None,
+            everything=everything,
         )
-        if selection.is_everything and not everything:
-            raise InvalidRequest(
-                "say what to evict: a prompt, --namespace, --tenant, --writer, --older-than, --all"
-            )
-        if selection.is_everything:
-            selection = Selection(older_than_s=-1.0)
         done = store.evict(selection, dry_run=not yes)
     output.show_eviction(done, as_json=json)
 

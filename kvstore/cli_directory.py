@@ -18,6 +18,8 @@ HOST_BYTES = 1 << 20
 @contextmanager
 def opened(directory: Path) -> Iterator[Store]:
     """The store in `directory`, warm. Raises DirectoryError when there is none or it is in use."""
+    if directory.exists() and not directory.is_dir():
+        raise DirectoryError(f"{directory}: this is a file; a store is a directory")
     if not directory.is_dir():
         raise DirectoryError(f"{directory}: there is no such directory")
     if not (directory / "store.json").is_file():

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from kvstore.store import Store
 
+PROMPT_CHARS_MAX = 256 * 1024 * 1024  # of a file with token ids or text
+
 
 def read(
     tokens: str | None,
@@ -52,6 +54,8 @@ def namespace_prefix(store: Store, namespace: str | None) -> bytes | None:
     """The one namespace that begins with these hex digits; None for None."""
     if namespace is None:
         return None
+    if not namespace:
+        raise InvalidRequest("--namespace is empty; leave it out to mean any")
     return bytes.fromhex(_one_namespace(store, namespace, None))
 
 
@@ -83,7 +87,7 @@ def _numbers(content: str, where: str) -> list[int]:
     if content.startswith("["):
         try:
             values = json.loads(content)
-        except json.JSONDecodeError as exc:
+        except (json.JSONDecodeError, RecursionError) as exc:
             raise InvalidRequest(f"{where}: not a JSON list: {exc}") from exc
         if not all(isinstance(value, int) for value in values):
             raise InvalidRequest(f"{where}: a flat list of whole numbers is needed")
@@ -98,7 +102,11 @@ def _numbers(content: str, where: str) -> list[int]:
 def _content(path: Path | None) -> str:
     assert path is not None
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text()
+        with sys.stdin if str(path) == "-" else path.open() as file:
+            content = file.read(PROMPT_CHARS_MAX + 1)
+        if len(content) > PROMPT_CHARS_MAX:
+            raise InvalidRequest(f"{path}: more than {PROMPT_CHARS_MAX} characters")
+        return content
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"{path}: cannot be read: {exc}") from exc
 

@@ -68,6 +68,8 @@ def _path(value: object) -> Path:
     text = os.fsdecode(value)
     if "\0" in text:
         raise ConfigError("a path cannot hold a NUL character")
+    if not text.isprintable():
+        raise ConfigError("a path with characters that cannot be printed; choose another name")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as exc:  # no home directory

@@ -42,6 +42,7 @@ class Ticket:
 
     remaining: set[int]
     failed: set[int] = field(default_factory=set)
+    only_queue: bool = False  # pages evicted meanwhile need no writing, and are no failure
 
 
 class DiskWriter:
@@ -125,7 +126,7 @@ class DiskWriter:
     def flush(self, deadline: float) -> bool:
         """Wait until all that is queued now is on disk."""
         with self._state.lock:
-            ticket = Ticket(set(self._queued))
+            ticket = Ticket(set(self._queued), only_queue=True)
             if ticket.remaining:
                 self._tickets.append(ticket)
         return self.wait(ticket, deadline)
@@ -136,6 +137,9 @@ class DiskWriter:
         if not going:
             return
         self._queue = deque(page for page in self._queue if page not in going)
+        for ticket in self._tickets:
+            if ticket.only_queue:
+                ticket.remaining -= going
         self._finish(going, set())
 
     def is_writing(self, pages: set[int]) -> bool:

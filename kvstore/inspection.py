@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState, TreeInfo
 
 
+SORTS = ("size", "age", "idle", "hits")
+
+
 @dataclass(frozen=True, slots=True)
 class NamespaceUsage:
     """One (namespace, tenant, salt): pages that can stand for each other."""

@@ -97,6 +97,8 @@ class Match:
             state.require_open()
             there = self._count_host()
             stop = there if stop is None else stop
+            if not isinstance(start, int) or not isinstance(stop, int):
+                raise InvalidRequest("views: whole numbers of pages are needed")
             if not 0 <= start <= stop <= there:
                 raise InvalidRequest(
                     f"views [{start}, {stop}) of a match with {there} pages in memory"

@@ -60,9 +60,8 @@ class OperatorCalls:
             writer=request.writer or None,
             unused_for_s=request.unused_for_s if request.HasField("unused_for_s") else None,
             older_than_s=request.older_than_s if request.HasField("older_than_s") else None,
+            everything=request.everything,
         )
-        if selection.is_everything and request.everything:
-            selection = Selection(older_than_s=-1.0)
         done = self._store.evict(
             selection, dry_run=request.dry_run, include_pinned=request.include_pinned
         )

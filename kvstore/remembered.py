@@ -6,6 +6,7 @@ as it is. The file is a convenience: without it the defaults of the machine appl
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -22,12 +23,7 @@ FORMAT_VERSION = 1
 
 def remembered(directory: Path) -> dict[str, Any]:
     """`disk_bytes` and `disk_directories` of the last opening; empty when there was none."""
-    try:
-        found = json.loads((directory / FILE_NAME).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
-        return {}
+    found = _note(directory)
     size, places = found.get("disk_bytes"), found.get("disk_directories")
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         return {}
@@ -36,17 +32,36 @@ def remembered(directory: Path) -> dict[str, Any]:
     return {"disk_bytes": size, "disk_directories": places}
 
 
-def remember(config: StoreConfig) -> None:
+def secret_mark(directory: Path) -> str:
+    """The mark of the secret that the directory's pages belong to; "" when none was noted."""
+    found = _note(directory).get("secret_mark", "")
+    return found if isinstance(found, str) else ""
+
+
+def mark_of(secret: bytes) -> str:
+    """16 hex digits that tell secrets apart and give nothing away of them."""
+    return hashlib.blake2b(b"kvstore secret mark", key=secret[:64], digest_size=8).hexdigest()
+
+
+def remember(config: StoreConfig, secret: bytes) -> None:
     """Note how the store was opened; a full or read-only disk only costs the note."""
     assert config.directory is not None
     note = {
         "format": FORMAT_VERSION,
         "disk_bytes": config.disk_bytes,
         "disk_directories": [str(place) for place in config.disk_directories],
+        "secret_mark": mark_of(secret),
     }
-    if remembered(config.directory) | {"format": FORMAT_VERSION} == note:
-        return
-    replace_file(config.directory / FILE_NAME, json.dumps(note).encode())
+    if _note(config.directory) != note:
+        replace_file(config.directory / FILE_NAME, json.dumps(note).encode())
+
+
+def _note(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / FILE_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and found.get("format") == FORMAT_VERSION else {}
 
 
 def replace_file(path: Path, content: bytes) -> bool:

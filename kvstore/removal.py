@@ -43,10 +43,26 @@ class Selection:
     writer: str | None = None
     unused_for_s: float | None = None  # not asked for in so many seconds
     older_than_s: float | None = None  # stored more than so many seconds ago
+    everything: bool = False  # say so where no other field is set
 
-    @property
-    def is_everything(self) -> bool:
-        return all(getattr(self, name) is None for name in self.__dataclass_fields__)
+    def __post_init__(self) -> None:
+        """Refuse what selects nothing or all by accident: InvalidRequest."""
+        for name, kind in (("tenant", str), ("namespace", bytes), ("root", bytes), ("writer", str)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequest(f"evict: {name} is {value!r}; {kind.__name__} is needed")
+        for name in ("tenant", "namespace", "root"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise InvalidRequest(f"evict: {name} is empty; leave it out to mean any")
+        for name in ("unused_for_s", "older_than_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value >= 0):
+                raise InvalidRequest(f"evict: {name} is {value!r}; seconds >= 0 are needed")
+        fields = [name for name in self.__dataclass_fields__ if name != "everything"]
+        if not self.everything and all(getattr(self, name) is None for name in fields):
+            raise InvalidRequest(
+                "evict: name a prefix, tenant, namespace, writer or age, or say everything"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +104,7 @@ def evict(
     with state.lock:
         pages = select(state, selection)
         if writer is not None and not dry_run:
-            _leave_queue(state, writer, pages)
+            pages = _leave_queue(state, writer, pages)
         going, kept_leased, kept_pinned = _removable(state, pages, include_pinned)
         going_set = set(going.tolist())
         chains = sum(
@@ -158,13 +174,26 @@ def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
     return out
 
 
-def _leave_queue(state: StoreState, writer: DiskWriter, pages: NDArray[np.int32]) -> None:
-    """Stop writing what is about to go; wait for what is on its way to the disk this moment."""
-    going = set(pages.tolist())
+def _leave_queue(
+    state: StoreState, writer: DiskWriter, pages: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Stop writing what is about to go; wait for what is on its way to the disk this moment.
+
+    Returns the pages that are still the same ones: others may have been evicted meanwhile.
+    """
+    going, table = set(pages.tolist()), state.index.table
+    sequences = table.sequence[pages].copy()
     writer.cancel(going)
     deadline = state.clock() + WRITE_WAIT_S
     while writer.is_writing(going) and state.clock() < deadline:
         state.changed.wait(0.05)
+    state.require_open()
+    table = state.index.table
+    same = [
+        table.is_live(page) and int(table.sequence[page]) == sequence
+        for page, sequence in zip(pages.tolist(), sequences.tolist(), strict=True)
+    ]
+    return pages[np.array(same, dtype=np.bool_)]
 
 
 def _removable(

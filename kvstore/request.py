@@ -5,13 +5,14 @@ Everything behind this module may rely on int32 tokens in [0, 2^31) and bounded 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import InvalidRequest
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_extras, token_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -28,6 +29,8 @@ def checked_tokens(tokens: Tokens) -> bytes:
 
     tokens: a flat array or sequence of integers in [0, 2^31), or such bytes already.
     """
+    if isinstance(tokens, set | frozenset | Mapping | str):
+        raise InvalidRequest(f"tokens: a {type(tokens).__name__} has no order; give a list")
     try:
         packed = token_bytes(tokens)
     except ValueError as exc:
@@ -43,6 +46,8 @@ def checked_extras(extras: Extras | None) -> dict[int, bytes]:
     """Extras by page index, without empty ones; raises InvalidRequest."""
     if not extras:
         return {}
+    if not isinstance(extras, Mapping):
+        raise InvalidRequest("extras: a mapping of page index to bytes is needed")
     for page, value in extras.items():
         if not isinstance(page, int) or not isinstance(value, bytes):
             raise InvalidRequest(f"extras[{page!r}]: bytes under an int page index are needed")
@@ -59,6 +64,10 @@ def checked_extras(extras: Extras | None) -> dict[int, bytes]:
 
 def checked_deadline(deadline_s: float) -> float:
     """A wait in seconds, finite and >= 0; raises InvalidRequest."""
-    if not 0 <= deadline_s < float("inf"):
-        raise InvalidRequest(f"deadline_s is {deadline_s}; a finite number >= 0 is needed")
+    if (
+        isinstance(deadline_s, bool)
+        or not isinstance(deadline_s, int | float)
+        or not 0 <= deadline_s < float("inf")
+    ):
+        raise InvalidRequest(f"{deadline_s!r} seconds given; a finite number >= 0 is needed")
     return float(deadline_s)

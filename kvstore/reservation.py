@@ -6,6 +6,7 @@ pages become visible together, and only after their bytes have been checksummed.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class Reservation:
         self._state = session.state
         self._run = run
         self._open = bool(run.slots)
+        self._views: list[memoryview] = []
         self._chain = chain
         self.reason = reason
 
@@ -75,12 +77,17 @@ class Reservation:
         return len(self._run.slots)
 
     def views(self) -> list[memoryview]:
-        """Writable bytes, `spec.page_bytes` a page. Don't touch them after commit or abort."""
+        """Writable bytes, `spec.page_bytes` a page. They end with commit or abort.
+
+        After that a view raises ValueError; an array made from one must not be written any more.
+        """
         self._state.require_open()
         if not self._open or self._state.host is None:
             return []
         size = self._session.spec.page_bytes
-        return [self._state.host.view(slot, size) for slot in self._run.slots]
+        made = [self._state.host.view(slot, size) for slot in self._run.slots]
+        self._views += made
+        return made
 
     def commit(
         self,
@@ -107,6 +114,7 @@ class Reservation:
             state.require_open()
             published = self._open
             self._open = False
+            self._withdraw_views()
             last = self._publish(checksums) if published else self._session.last_page(self._chain)
             if durable and writer is not None and last != NO_PAGE:
                 ticket = writer.ticket([last])
@@ -128,6 +136,7 @@ class Reservation:
             if not self._open or state.closed:
                 return
             self._open = False
+            self._withdraw_views()
             if state.host is not None:
                 state.host.free_many(list(self._run.slots))
             self._settle()
@@ -142,6 +151,13 @@ class Reservation:
         traceback: TracebackType | None,
     ) -> None:
         self.abort()
+
+    def _withdraw_views(self) -> None:
+        """What was handed out for writing must not change a published page, or a freed slot."""
+        for view in self._views:
+            with contextlib.suppress(BufferError):  # an array of the caller's still looks at it
+                view.release()
+        self._views = []
 
     def _checksums(self, sources: Sequence[memoryview] | None) -> NDArray[np.uint64]:
         views = self.views()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.errors import ClosedError
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
@@ -54,6 +55,7 @@ class Session:
         self.tree = tree
         self._evictor = evictor
         self._held: set[Match | Reservation] = set()
+        self._closed = False
         with state.lock:
             self.writer_id = state.writer_id(writer)
 
@@ -66,7 +68,7 @@ class Session:
         values, more = checked_tokens(tokens), checked_extras(extras)
         state = self.state
         with state.lock:
-            state.require_open()
+            self.require_open()
             now = state.clock()
             pages = state.index.match(self.root, values, more)
             pages = state.cut_condemned(pages)
@@ -106,15 +108,19 @@ class Session:
         keys = page_keys(self.root, values, page_tokens, more)
         state = self.state
         with state.lock:
-            state.require_open()
+            self.require_open()
             deadline = state.clock() + wait_s
             while True:
                 made = self._try_reserve(values, more, keys, total, limit)
                 left = deadline - state.clock()
-                if made.count or made.reason not in ("full", "disk behind") or left <= 0:
+                populating = made.reason == "full" and not state.host_populated
+                if left <= 0 or made.reason not in ("full", "disk behind"):
                     break
+                if made.count and not populating:
+                    break
+                made.abort()  # all of it may fit once the memory is there
                 state.changed.wait(min(left, POLL_S))
-                state.require_open()
+                self.require_open()
             if made.count:
                 self._held.add(made)
             elif made.reason not in (PRESENT, LIMIT, "in progress"):
@@ -123,10 +129,9 @@ class Session:
 
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
-        self.state.require_open()
-        if self.disk_writer is None:
-            return False
-        return self.disk_writer.flush(self.state.clock() + checked_deadline(deadline_s))
+        self.require_open()
+        deadline = self.state.clock() + checked_deadline(deadline_s)
+        return self.disk_writer is not None and self.disk_writer.flush(deadline)
 
     def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
         """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has.
@@ -136,7 +141,7 @@ class Session:
         ttl = checked_deadline(ttl_s)
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
-            self.state.require_open()
+            self.require_open()
             pages = self.state.index.match(self.root, values, more)
             pages = self.state.cut_condemned(pages)
             if len(pages):
@@ -147,15 +152,16 @@ class Session:
         """Take back every pin on the stored chain of this prompt; how many pages it has."""
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
-            self.state.require_open()
+            self.require_open()
             pages = self.state.index.match(self.root, values, more)
             for page in pages.tolist():
                 self.state.index.unpin(page)
             return len(pages)
 
     def close(self) -> None:
-        """Release all matches, abort all reservations."""
+        """Release all matches, abort all reservations. Later calls raise ClosedError."""
         with self.state.lock:
+            self._closed = True
             held = list(self._held)
         for item in held:
             if isinstance(item, Match):
@@ -169,6 +175,12 @@ class Session:
         pages = self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
         whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
         return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
+
+    def require_open(self) -> None:
+        """Raise unless this session may be used."""
+        self.state.require_open()
+        if self._closed:
+            raise ClosedError("this session is closed; ask the store for another")
 
     def forget(self, item: Match | Reservation) -> None:
         """A match or reservation has ended."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.evictor import Evictor
-    from kvstore.state import StoreState
+    from kvstore.state import StoreState, TreeInfo
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.host_tier import HostTier
     from kvstore.tiers.tier import PageRecord
@@ -142,22 +142,32 @@ class Stager:
         """An arena slot for each entry, in order; entries without one are given up."""
         state = self._state
         slots: list[int] = []
+        placed: list[_Entry] = []
+        full: set[bytes] = set()  # trees for whose pages there is no room now
         for entry in entries:
             info = state.trees[state.index.root_of(entry.page)]
-            got = self._host.reserve(info.tenant, info.page_bytes, 1)
-            while not got:
+            got = [] if info.root in full else self._one_slot(info)
+            while not got and info.root not in full:
                 wanted = len(entries) - len(slots)
                 if not self._evictor.make_room_host(info.tenant, info.page_bytes, wanted):
                     if self._host.wait_populated(0.0) or self._stopping:
+                        full.add(info.root)
                         break
                     state.changed.wait(POPULATE_POLL_S)
-                got = self._host.reserve(info.tenant, info.page_bytes, 1)
-            if not got:
-                break
-            slots += got
-        self._finish(entries[len(slots) :])
-        del entries[len(slots) :]
+                got = self._one_slot(info)
+            if got:
+                slots += got
+                placed.append(entry)
+        self._finish([entry for entry in entries if entry not in placed])
+        entries[:] = placed
         return slots
+
+    def _one_slot(self, info: TreeInfo) -> list[int]:
+        """One slot of the arena; none for pages that never fit, which are misses in this store."""
+        try:
+            return self._host.reserve(info.tenant, info.page_bytes, 1)
+        except TierError:
+            return []
 
     def _read_group(
         self,

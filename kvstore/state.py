@@ -121,6 +121,11 @@ class StoreState:
         if self.closed:
             raise ClosedError("the store is closed; open it again with Store.open()")
 
+    @property
+    def host_populated(self) -> bool:
+        """Whether all memory of the arena is there; at start it comes in the background."""
+        return self.host is None or self.host.wait_populated(0.0)
+
     def take_sequences(self, count: int) -> int:
         """The first of `count` sequence numbers that no page of this directory ever had."""
         first = self.next_sequence

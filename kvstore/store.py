@@ -11,6 +11,7 @@ One store owns its directory; a second one on it is refused. All calls are threa
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import weakref
 from dataclasses import asdict, dataclass
@@ -25,9 +26,12 @@ from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
-from kvstore.remembered import remember, remembered
+from kvstore.quantity import format_bytes
+from kvstore.remembered import FILE_NAME, mark_of, remember, remembered, secret_mark
+from kvstore.removal import Selection
 from kvstore.request import checked_deadline, checked_tokens
 from kvstore.session import Session
+from kvstore.spec import CacheSpec
 from kvstore.stager import Stager
 from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
 from kvstore.tenant import load_or_create_secret, load_secret, tenant_secret, tree_root
@@ -39,9 +43,8 @@ from kvstore.warm_start import WarmStart
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from kvstore.removal import Eviction, Selection
+    from kvstore.removal import Eviction
     from kvstore.request import Tokens
-    from kvstore.spec import CacheSpec
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.file_layer import FileLayer
 
@@ -118,7 +121,7 @@ class Store:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._warm_start: WarmStart | None = None
         if disk is not None and self._writer is not None:
-            remember(config)
+            remember(config, state.secret)
             state.next_sequence = (disk.boot_number << SEQUENCE_BITS) + 1
             self._writer.start(self._evictor)
             self._warm_start = WarmStart(state, disk)
@@ -127,7 +130,7 @@ class Store:
     @classmethod
     def open(
         cls,
-        directory: str | Path | None = None,
+        directory: str | os.PathLike[str] | None = None,
         *,
         wait_warm: bool = True,
         files: FileLayer | None = None,
@@ -141,7 +144,7 @@ class Store:
         pages); without it, at once, and look-ups are misses until then.
         """
         given = {name: value for name, value in settings.items() if value is not None}
-        if directory is not None:
+        if isinstance(directory, str | os.PathLike):
             given = remembered(Path(directory).expanduser()) | given
         store = cls(StoreConfig(directory=directory, **given), files=files)
         if wait_warm:
@@ -186,8 +189,17 @@ class Store:
         writer: a name to remember with each page, so that a bad writer's pages can be evicted.
         """
         self.state.require_open()
-        if len(writer.encode()) > 64:
-            raise InvalidRequest(f"writer: {len(writer.encode())} bytes, 64 is the limit")
+        if not isinstance(spec, CacheSpec):
+            raise InvalidRequest("session: a CacheSpec is needed")
+        if not isinstance(salt, bytes):
+            raise InvalidRequest("salt: bytes are needed")
+        if not isinstance(writer, str) or not writer.isascii() or len(writer) > 64:
+            raise InvalidRequest(f"writer: {writer!r} given; at most 64 ASCII characters")
+        if self.state.host is not None and not self.state.host.fits(spec.page_bytes):
+            raise CapacityError(
+                f"a page of {format_bytes(spec.page_bytes)} does not fit in host_bytes = "
+                f"{format_bytes(self.config.host_bytes)}; raise host_bytes"
+            )
         tree = self._tree(spec, tenant, salt)
         self._specs.remember(spec)
         session = Session(
@@ -205,20 +217,16 @@ class Store:
     def flush(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
         self.state.require_open()
-        if self._writer is None:
-            return False
-        return self._writer.flush(self.state.clock() + checked_deadline(deadline_s))
+        deadline = self.state.clock() + checked_deadline(deadline_s)
+        return self._writer is not None and self._writer.flush(deadline)
 
     def evict(
         self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
     ) -> Eviction:
-        """Remove pages by prefix, tenant, namespace, writer or age, with all below them.
-
-        Refuses an empty selection: say Selection(tenant=...) to mean everything of a tenant.
-        """
+        """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
         self.state.require_open()
-        if selection.is_everything:
-            raise InvalidRequest("evict: name a prefix, tenant, namespace, writer or age")
+        if not isinstance(selection, Selection):
+            raise InvalidRequest("evict: a Selection is needed, from kvstore.removal")
         return removal.evict(
             self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
         )
@@ -237,12 +245,18 @@ class Store:
 
     def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[inspection.Chain], int]:
         """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
+        if sort not in inspection.SORTS or not isinstance(limit, int) or limit < 0:
+            raise InvalidRequest(
+                f"chains: sort is one of {', '.join(inspection.SORTS)}, limit >= 0"
+            )
         return inspection.chains(self.state, self._specs.models(), limit=limit, sort=sort)
 
     def find_chain(
         self, chain_id: str
     ) -> list[tuple[inspection.Chain, list[inspection.PageFacts]]]:
         """Chains that end in a page whose key begins with these hex digits, page by page."""
+        if not isinstance(chain_id, str) or not chain_id:
+            raise InvalidRequest("find_chain: hex digits are needed")
         models = self._specs.models()
         return [
             (
@@ -366,12 +380,32 @@ def _open_disk(
     except (TierError, OSError) as exc:
         raise DirectoryError(f"{config.directory}: {exc}") from exc
     try:
-        if config.secret_file is not None:
-            return disk, load_secret(config.secret_file)
-        return disk, load_or_create_secret(config.directory / "secret")
+        return disk, _secret(config)
     except BaseException:
         disk.close()
         raise
+
+
+def _secret(config: StoreConfig) -> bytes:
+    """The store secret; DirectoryError when the pages here belong to another one."""
+    assert config.directory is not None
+    place = config.secret_file or config.directory / "secret"
+    noted = secret_mark(config.directory)
+    if config.secret_file is not None or (noted and place.exists()):
+        secret = load_secret(place)
+    elif noted:
+        raise DirectoryError(
+            f"{place} is missing: without it no page here can be found; restore it, or remove "
+            f"{config.directory / FILE_NAME} to start with a new one"
+        )
+    else:
+        secret = load_or_create_secret(place)
+    if noted and noted != mark_of(secret):
+        raise DirectoryError(
+            f"{place} is not the secret that the pages in {config.directory} belong to; restore "
+            f"it, or remove {config.directory / FILE_NAME} to go on without those pages"
+        )
+    return secret
 
 
 def _open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
@@ -384,7 +418,7 @@ def _open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
             populate_wait_s=0.0,  # reserve() waits itself, without the lock
         )
     except TierError as exc:
-        raise CapacityError(f"host tier: {exc}; lower host_bytes") from exc
+        raise CapacityError(str(exc)) from exc
 
 
 def _tier_stats(state: StoreState) -> list[TierStats]:

@@ -103,8 +103,16 @@ class Scan:
         return keys
 
 
+def refuse_links(directory: Path) -> None:
+    """LMDB follows links and writes where they point: raises CatalogError if there is one."""
+    for path in (directory, directory / "data.mdb", directory / "lock.mdb"):
+        if path.is_symlink():
+            raise CatalogError(f"{path} is a symbolic link; a catalog is never behind one")
+
+
 def scan_catalog(directory: Path) -> Scan:
     """Walk and load the catalog in `directory` through a child. Raises CatalogError."""
+    refuse_links(directory)
     data = directory / "data.mdb"
     size = data.stat().st_size if data.exists() else 0
     if size == 0:

@@ -49,8 +49,12 @@ def adopt(
             space.drop(segment, catalog)
     for rows in groups:
         _mark_used(segments, rows.slots)
+    if surplus:
+        log.warning(
+            "the capacity was lowered: %d segments and the pages in them are given up", len(surplus)
+        )
     if dropped:
-        log.warning("%d unsound records dropped", dropped)
+        log.warning("%d catalog records dropped: unsound, out of reach, or given up", dropped)
     return groups, dropped
 
 

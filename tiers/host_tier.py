@@ -139,6 +139,10 @@ class HostTier:
                     self._add_extent(memory, tenant, slot_bytes)
         return slots
 
+    def fits(self, payload_bytes: int) -> bool:
+        """Whether a page of that size can ever have a slot."""
+        return header_bytes(1) + aligned(payload_bytes) <= self.capacity_bytes
+
     def view(self, slot: int, payload_bytes: int) -> memoryview:
         """The slot's first bytes, writable. Only its reserver writes, and only until publishing."""
         extent = self._extent(slot)

@@ -91,7 +91,9 @@ def test_evict_is_a_dry_run_unless_yes(folder: str) -> None:
     assert "Dry run: 3 pages" in run("evict", folder, "--writer", "engine-2")
     assert run_json("evict", folder, "--writer", "engine-2", "--yes")["dry_run"] is False
     assert run_json("ls", folder)["chains_total"] == 1
-    assert "say what to evict" in run("evict", folder, code=1)
+    assert "name a prefix" in run("evict", folder, code=1)
+    assert "empty" in run("evict", folder, "--namespace", "", "--yes", code=1)
+    assert "empty" in run("evict", folder, "--tenant", "", "--yes", code=1)
     head = ",".join(map(str, prompt(0, 5)[:6].tolist()))
     assert run_json("evict", folder, "--tokens", head)["pages"] == 4
     assert run_json("evict", folder, "--older-than", "1h")["pages"] == 0

@@ -269,8 +269,8 @@ def test_a_hundred_deaths_leak_nothing(server: Server) -> None:
         client.match(tokens)
         wait_until(lambda held=client: held.reserve(tokens, 0.0).count == 2, 1.0)
         client.die()
-    wait_until(lambda: not len(server.registry), 5.0)
-    assert server.store.stats().leases == 0
+    # A session is out of the registry a moment before all of it is given back.
+    wait_until(lambda: not len(server.registry) and server.store.stats().leases == 0, 5.0)
     assert server._staging.used_bytes == 0
     wait_until(lambda: host.usage().used_slots == before, 5.0)
     server.store.check()

@@ -12,7 +12,7 @@ import pytest
 from known_pages import PAGE_BYTES, PAGE_TOKENS, SPEC, content, load, prompt, save
 
 from kvstore import CacheSpec, Store
-from kvstore.errors import DirectoryError
+from kvstore.errors import CapacityError, DirectoryError
 from kvstore.removal import Selection
 
 if TYPE_CHECKING:
@@ -267,3 +267,77 @@ def test_present_pages_can_be_made_durable_by_who_finds_them(tmp_path: Path) -> 
         assert store.stats().counters["disk_pages_written"] == 4
     with Store.open(None, host_bytes=1 << 20) as memory, memory.session(SPEC).reserve([]) as run:
         assert not run.commit(durable=True).durable
+
+
+def test_a_lost_or_changed_secret_is_refused_not_a_silent_loss(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        save(store.session(SPEC), prompt(0, 2))
+    secret = tmp_path / "store" / "secret"
+    kept = secret.read_bytes()
+    secret.unlink()
+    with pytest.raises(DirectoryError, match="is missing"):
+        opened(tmp_path)
+    assert not secret.exists()
+    secret.write_bytes(kept[::-1])
+    secret.chmod(0o600)
+    with pytest.raises(DirectoryError, match="is not the secret"):
+        opened(tmp_path)
+    secret.write_bytes(kept)
+    with opened(tmp_path) as store:
+        assert load(store.session(SPEC), prompt(0, 2)) == 2
+
+
+def test_a_page_too_large_for_the_arena_is_refused_or_a_miss_and_others_go_on(
+    tmp_path: Path,
+) -> None:
+    large = CacheSpec.opaque("large", page_tokens=PAGE_TOKENS, page_bytes=1 << 20)
+    with opened(tmp_path, host_bytes=8 << 20) as store:
+        session = store.session(large)
+        with session.reserve(prompt(0, 2)) as run:
+            assert run.commit(durable=True).pages == 2
+        save(store.session(SPEC), prompt(0, 2), durable=True)
+        found = session.match(prompt(0, 2))
+        assert found.pages == 2
+    with opened(tmp_path, host_bytes=1 << 20) as store:
+        with pytest.raises(CapacityError, match="raise host_bytes"):
+            store.session(large)
+        pages = store.state.index.match(store.root(large.namespace), prompt(0, 2))
+        store._stager.stage(pages.tolist(), store.state.clock() + 5)  # as a race would have it
+        assert load(store.session(SPEC), prompt(0, 2)) == 2
+
+
+def test_a_catalog_behind_a_link_is_not_written_through_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        save(store.session(SPEC), prompt(0, 2))
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"V" * 8192)
+    for name in ("lock.mdb", "data.mdb"):
+        path = tmp_path / "store" / "catalog" / name
+        path.unlink(missing_ok=True)
+        path.symlink_to(victim)
+        with opened(tmp_path) as store:
+            assert load(store.session(SPEC), prompt(0, 2)) == 2
+        assert victim.read_bytes() == b"V" * 8192
+
+
+def test_evicting_from_many_threads_at_once_ends_well(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def work(store: Store, number: int) -> None:
+        session = store.session(SPEC, writer=f"w{number % 4}")
+        try:
+            for seed in range(12):
+                save(session, prompt(100 * number + seed, 5), wait_s=0.1)
+                store.evict(Selection(writer=f"w{seed % 4}"))
+        except BaseException as exc:
+            failed.append(exc)
+
+    with opened(tmp_path) as store:
+        threads = [threading.Thread(target=work, args=(store, number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        store.check()
+        assert store.flush()

@@ -217,8 +217,9 @@ def test_evict_by_prefix_tenant_writer_and_age(store: Store) -> None:
     assert store.evict(Selection(older_than_s=3600.0)).pages == 0
     assert store.evict(Selection(namespace=SPEC.namespace)).pages == 2
     assert store.stats().pages == 0
-    with pytest.raises(InvalidRequest, match="name a prefix"):
-        store.evict(Selection())
+    for nothing in ({}, {"namespace": b""}, {"tenant": ""}, {"older_than_s": -1.0}):
+        with pytest.raises(InvalidRequest, match="evict:"):
+            Selection(**nothing)
 
 
 def test_evict_leaves_what_is_being_read(store: Store) -> None:
@@ -263,3 +264,44 @@ def test_explain_names_the_first_differing_token(store: Store) -> None:
     assert (found.prompt_token, found.stored_token) == (77, int(tokens[6]))
     assert store.explain(root, tokens).verdict.startswith("hit: all 3")
     assert "shorter than a page" in store.explain(root, tokens[:2]).verdict
+
+
+def test_views_for_writing_end_with_the_commit(store: Store) -> None:
+    session = store.session(SPEC)
+    with session.reserve(prompt(0, 1)) as run:
+        (view,) = run.views()
+        view[:] = content(prompt(0, 1), 0)
+        run.commit()
+    with pytest.raises(ValueError, match="released"):
+        view[:1] = b"x"
+    assert load(session, prompt(0, 1)) == 1
+
+
+def test_a_closed_session_says_so(store: Store) -> None:
+    session = store.session(SPEC)
+    session.close()
+    for call in (session.match, session.reserve, session.unpin):
+        with pytest.raises(ClosedError, match="session is closed"):
+            call(prompt(0, 1))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"salt": "x"}, {"writer": None}, {"writer": "\ud800"}, {"tenant": "../x"}, {"tenant": ""}],
+)
+def test_malformed_sessions_are_refused(store: Store, arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        store.session(SPEC, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deadline_s", [None, "5", -1, float("nan"), float("inf"), True])
+def test_malformed_waits_are_refused(store: Store, deadline_s: object) -> None:
+    with pytest.raises(InvalidRequest, match="seconds"):
+        store.flush(deadline_s)  # type: ignore[arg-type]
+
+
+def test_a_run_waits_for_memory_that_is_still_being_populated() -> None:
+    with Store.open(None, host_bytes="512MiB") as large:
+        spec = CacheSpec.opaque("large", PAGE_TOKENS, 16 << 20)
+        with large.session(spec).reserve(prompt(0, 20), deadline_s=30.0) as run:
+            assert run.count == 20
