@@ -271,7 +271,7 @@ def test_a_hundred_deaths_leak_nothing(server: Server) -> None:
         client.die()
     # A session is out of the registry a moment before all of it is given back.
     wait_until(lambda: not len(server.registry) and server.store.stats().leases == 0, 5.0)
-    assert server._staging.used_bytes == 0
+    wait_until(lambda: server._staging.used_bytes == 0, 5.0)
     wait_until(lambda: host.usage().used_slots == before, 5.0)
     server.store.check()
 
