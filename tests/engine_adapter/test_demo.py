@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from tiny_model import tiny_model
 
 from kvstore.engine_adapter.demo import AFTER_KILL, AGAIN, COLD, Demo, conclude, main
 from kvstore.engine_adapter.demo_report import Row, results_svg, results_table
@@ -105,39 +106,6 @@ def test_a_model_that_is_no_directory_of_a_model_is_wrong_usage(tmp_path: Path) 
     with pytest.raises(SystemExit) as ended:
         main(["--model", str(tmp_path)])
     assert ended.value.code == 2
-
-
-def tiny_model(directory: Path) -> None:
-    """A random model over bytes, with a tokenizer, as any Hugging Face directory."""
-    torch = pytest.importorskip("torch", reason="the demo computes with torch")
-    transformers = pytest.importorskip("transformers", reason="the demo uses its models")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<pad>", "<end>", *letters]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = {"pad_token": "<pad>", "eos_token": "<end>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(
-        directory
-    )
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.4,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def run_demo(directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
