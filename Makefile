@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-BENCHES ?= index host disk restart
+BENCHES ?= index host disk restart service
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -112,8 +112,8 @@ class RemoteReservation:
         live, held, self._is_held = self._live, self._is_held, False
         if live is None or not held or self._session.is_forked():
             return
-        # Whoever reserves next shall find them free; but an engine waits only a moment for it. Where
-        # there was nothing to write, nobody waits.
+        # Whoever reserves next shall find them free; but an engine waits only a moment for it, and
+        # not at all where there was nothing to write.
         request = AbortRequest(session=live.id, reservation=self._id)
         if not self.count or self._session.ask(live, "Abort", request, ABORT_DEADLINE_S) is None:
             self._session.give_back.abort(live, self._id)

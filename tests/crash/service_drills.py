@@ -32,7 +32,8 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 if str(SUPPORT) not in sys.path:  # pytest has it there
     sys.path.append(str(SUPPORT))
 
-from known_pages import SPEC, load, prompt, save  # noqa: E402
+import numpy as np  # noqa: E402
+from known_pages import PAGE_TOKENS, SPEC, content, load, prompt, save  # noqa: E402
 from raw_client import RawClient  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
@@ -42,12 +43,13 @@ from kvstore.kvstore_pb2 import EvictRequest  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.interface import SessionLike, StoreLike
+    from kvstore.interface import ReservationLike, SessionLike, StoreLike
 
 STOP_S_MAX = 10.0
 LEAK_S_MAX = 30.0
 CHAIN_PAGES = 3
 WRITERS, READERS = 3, 2
+LOOK_EACH = 10  # rounds; the last look is at all
 OLD_CHAINS_LOOKED_AT = 50
 CLIENTS_A_PROCESS = 50
 PROCESSES_AT_ONCE = 2
@@ -123,8 +125,7 @@ class Load:
     def _write(self, session: SessionLike) -> None:
         with self._lock:
             seed = self._next = self._next + 1
-        tokens, done = prompt(seed % 2000, CHAIN_PAGES), 0
-        tokens[0] = seed  # more prompts than prompt() has
+        tokens, done = tokens_of(seed), 0
         while done < CHAIN_PAGES:
             with session.reserve(tokens) as run:
                 if not run.count:
@@ -142,17 +143,14 @@ class Load:
             self.loads += 1
 
 
-def tokens_of(seed: int) -> Any:
+def tokens_of(seed: int) -> np.ndarray:
     """The prompt that a writer of Load made of this number."""
-    tokens = prompt(seed % 2000, CHAIN_PAGES)
-    tokens[0] = seed
-    return tokens
+    size = CHAIN_PAGES * PAGE_TOKENS
+    return np.arange(size, dtype=np.int32) + size * seed
 
 
-def fill(run: Any, tokens: Any) -> None:
+def fill(run: ReservationLike, tokens: np.ndarray) -> None:
     """Write a reservation's pages."""
-    from known_pages import content
-
     for offset, view in enumerate(run.views()):
         view[:] = content(tokens, run.start + offset)
 
@@ -162,23 +160,21 @@ def sigterm(directory: Path, count: int, seed: int) -> tuple[list[str], str]:
     rng = random.Random(seed)
     server = ServerProcess(directory, "--host-bytes=64MiB", "--disk-bytes=4GiB")
     problems: list[str] = []
-    slowest_s, checked, begun = 0.0, 0, Load(server.address)
+    slowest_s, begun = 0.0, Load(server.address)
     with server:
         for number in range(count):
             server.start()
-            acknowledged = len(begun.acknowledged)
+            at_start = len(begun.acknowledged)
             time.sleep(rng.uniform(0.0, 0.1) if rng.random() < 0.1 else rng.uniform(0.3, 0.8))
             asked = time.monotonic()
             code = server.terminate()
             slowest_s = max(slowest_s, time.monotonic() - asked)
             if code:
                 problems.append(f"round {number}: exit code {code}")
-            promised = begun.acknowledged[acknowledged:]
-            older = begun.acknowledged[:acknowledged]
-            promised += rng.sample(older, min(OLD_CHAINS_LOOKED_AT, len(older)))
-            checked += len(promised) if number % 10 == 9 else 0
-            if number % 10 == 9:
-                problems += lost_ones(server, promised)
+            if number % LOOK_EACH == LOOK_EACH - 1:
+                latest, older = begun.acknowledged[at_start:], begun.acknowledged[:at_start]
+                some = rng.sample(older, min(OLD_CHAINS_LOOKED_AT, len(older)))
+                problems += lost_ones(server, latest + some)
         begun.stop()
         problems += lost_ones(server, begun.acknowledged)
     if slowest_s > STOP_S_MAX:
@@ -217,34 +213,16 @@ def deaths(directory: Path, count: int, seed: int) -> tuple[list[str], str]:
         with connect(server.address) as store, store.session(SPEC) as session:
             for number in range(64):
                 save(session, prompt(number, 4))
-        gone_s = settle(server, 5.0)
-        descriptors = len(os.listdir(f"/proc/{server.pid}/fd"))
-        died = 0
-        running: list[tuple[subprocess.Popen[bytes], int]] = []
-        held_most = 0
-        while died < count or running:
-            begun = died + sum(clients for _, clients in running)
-            while begun < count and len(running) < PROCESSES_AT_ONCE:
-                clients = min(CLIENTS_A_PROCESS, count - begun)
-                running.append((start_clients(server.address, clients, seed + begun), clients))
-                begun += clients
-            process, clients = running.pop(0)
-            assert process.stdout is not None
-            if process.stdout.readline() != b"holding\n":
-                problems.append("clients could not get hold of anything")
-            held_most = max(held_most, service(server)["reservations"])
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-            died += clients
+        descriptors = steady_descriptors(server)
+        held_most = kill_clients(server, count, seed, problems)
         gone_s = settle(server, LEAK_S_MAX)
         after = service(server)
         for name in ("sessions", "matches", "reservations", "staging_bytes"):
             if after[name]:
                 problems.append(f"{name}: {after[name]} left")
         problems += left_bytes(server)
-        more = len(os.listdir(f"/proc/{server.pid}/fd")) - descriptors
-        if more > 2:  # this drill's own connection may linger
+        more = steady_descriptors(server) - descriptors
+        if more > 0:
             problems.append(f"{more} descriptors left")
         if not held_most:
             problems.append("nothing was reserved")
@@ -256,6 +234,37 @@ def deaths(directory: Path, count: int, seed: int) -> tuple[list[str], str]:
         f"all given back after {gone_s:.1f} s, {len(problems)} leaks"
     )
     return problems, summary
+
+
+def kill_clients(server: ServerProcess, count: int, seed: int, problems: list[str]) -> int:
+    """Start and kill so many clients, processes of many; the most reservations they had at once."""
+    held_most, begun = 0, 0
+    running: list[subprocess.Popen[bytes]] = []
+    while begun < count or running:
+        while begun < count and len(running) < PROCESSES_AT_ONCE:
+            clients = min(CLIENTS_A_PROCESS, count - begun)
+            running.append(start_clients(server.address, clients, seed + begun))
+            begun += clients
+        process = running.pop(0)
+        assert process.stdout is not None
+        if process.stdout.readline() != b"holding\n":
+            problems.append("clients could not get hold of anything")
+        held_most = max(held_most, service(server)["reservations"])
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    return held_most
+
+
+def steady_descriptors(server: ServerProcess) -> int:
+    """How many the server has, when that has not changed for a second."""
+    counted, since = -1, time.monotonic()
+    while time.monotonic() - since < 1.0:
+        time.sleep(0.05)
+        now = len(os.listdir(f"/proc/{server.pid}/fd"))
+        if now != counted:
+            counted, since = now, time.monotonic()
+    return counted
 
 
 def start_clients(address: str, clients: int, seed: int) -> subprocess.Popen[bytes]:
@@ -273,9 +282,10 @@ def be_clients_until_killed(address: str, count: int, seed: int) -> None:
         client.open()
         client.beat()
         assert client.match(prompt(number % 64, 4)).match
-        reserved = client.reserve(prompt(1000 + seed % 500 + number, 2), 0.0)
-        if reserved.count:
-            client.fill(prompt(1000 + seed % 500 + number, 2), reserved)
+        fresh = prompt(1000 + seed % 500 + number, 2)
+        reserved = client.reserve(fresh, 0.0)
+        if reserved.staging_offsets:  # there is none left for late comers: they would send pages
+            client.fill(fresh, reserved)
         clients.append(client)
     print("holding", flush=True)
     stop = threading.Event()

@@ -25,6 +25,7 @@ from server_process import ServerProcess
 
 from kvstore import kvstore_pb2 as pb
 from kvstore import shared_memory
+from kvstore._version import __version__
 from kvstore.identity import Role
 from kvstore.shared_memory import Kind
 from kvstore.tenants import Quota, edit_tenants
@@ -52,9 +53,8 @@ class TenantClient(RawClient):
 
     def handed_out(self) -> dict[tuple[int, int], tuple[int, int]]:
         """A fresh session's descriptors and sizes by kind and container, as they came."""
-        reply = self.open(shared_memory=False)
         request = pb.OpenRequest(
-            client_version=reply.server_version, spec_json=self.spec.to_json(), shared_memory=True
+            client_version=__version__, spec_json=self.spec.to_json(), shared_memory=True
         )
         reply = self.call("Open", request)
         self.session = reply.session
@@ -135,7 +135,7 @@ class Attack:
 
     def attack_server_descriptors(self) -> None:
         """The server's own descriptors of extents, by way of /proc: no writing either."""
-        folder = f"/proc/{self.server.pid}/fd"
+        folder, before = f"/proc/{self.server.pid}/fd", self.tried
         with suppress(PermissionError):  # as it is for any other user
             for name in os.listdir(folder):
                 try:
@@ -150,6 +150,8 @@ class Attack:
                     self.refused("write by /proc", lambda fd=fd: os.pwrite(fd, b"x", 0))
                     self.refused("cut by /proc", lambda fd=fd: os.ftruncate(fd, 0))
                 os.close(fd)
+            if self.tried == before:
+                self.problems.append("no memory was found by /proc")
         self.check("attacks by /proc")
 
     def attack_staging(self, rounds: int) -> None:
