@@ -30,9 +30,9 @@ from ledger import LedgerWriter
 from mutants import plant
 
 from kvstore import Store
+from kvstore.errors import DirectoryError
 from kvstore.removal import Selection
 from kvstore.state import StoreState
-from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -251,7 +251,7 @@ class Child:
         """An operator's eviction of a prefix; it may fail on a failing disk, and then says so."""
         try:
             done = store.evict(Selection(prefix=prefix.tokens, root=session.root))
-        except TierError:
+        except DirectoryError:
             return
         disk = store.state.disk
         whole = not done.kept_leased and not done.kept_pinned
