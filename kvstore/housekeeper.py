@@ -54,11 +54,10 @@ class Housekeeper:
                 state.disk.maintain()
 
     def check_accounting(self) -> None:
-        """Compare each tier's used slots with the index; free in the arena what nobody owns.
+        """Compare each tier's used slots with the index; raises AssertionError with the numbers.
 
-        The index counts pages, the tier counts slots: they may differ by what is being written or
-        read at this moment, so only slots that stay unowned for two rounds would be a leak; here
-        the totals are compared and a difference is logged and counted.
+        A tier may use more slots than the index has pages in it, by what is being written or read
+        at this moment; never fewer, and no two pages share one.
         """
         state = self._state
         with state.lock:

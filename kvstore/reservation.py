@@ -202,7 +202,7 @@ class Reservation:
         state = self._state
         for position in range(len(self._run.slots)):
             key = self._run.keys[16 * position : 16 * position + 16]
-            state.pending.pop((self._session.root, key), None)
+            state.pending.discard((self._session.root, key))
         if self._run.parent != NO_PAGE:
             state.index.unlease(self._run.parent)
         state.retry_condemned()

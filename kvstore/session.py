@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.disk_writer import DiskWriter
     from kvstore.evictor import Evictor
     from kvstore.request import Extras, Tokens
@@ -70,8 +73,7 @@ class Session:
         with state.lock:
             self.require_open()
             now = state.clock()
-            pages = state.index.match(self.root, values, more)
-            pages = state.cut_condemned(pages)
+            pages = self._stored(values, more)
             counters = state.counters
             counters.lookups += 1
             counters.lookup_tokens += len(values) // TOKEN_BYTES
@@ -142,8 +144,7 @@ class Session:
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
             self.require_open()
-            pages = self.state.index.match(self.root, values, more)
-            pages = self.state.cut_condemned(pages)
+            pages = self._stored(values, more)
             if len(pages):
                 self.state.index.pin(int(pages[-1]), self.state.clock() + ttl)
             return len(pages)
@@ -172,7 +173,7 @@ class Session:
     def last_page(self, chain: Chain) -> int:
         """The deepest page of a stored chain, NO_PAGE if it has gone. The lock is held."""
         tokens, extras = chain
-        pages = self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
+        pages = self._stored(tokens, extras)
         whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
         return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
 
@@ -197,6 +198,10 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _stored(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
+        """The longest chain of a prompt that a look-up may find. The lock is held."""
+        return self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
 
     def _try_reserve(
         self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int, limit: int | None
@@ -244,7 +249,7 @@ class Session:
             slots=tuple(slots),
         )
         for key in _split(run.keys):
-            state.pending[self.root, key] = self.writer_id
+            state.pending.add((self.root, key))
         return Reservation(self, run, reason)
 
     def _nothing(self, start: int, reason: str) -> Reservation:

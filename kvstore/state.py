@@ -97,7 +97,7 @@ class StoreState:
     trees: dict[bytes, TreeInfo] = field(default_factory=dict)
     writers: list[str] = field(default_factory=lambda: [""])
     writer_ids: dict[str, int] = field(default_factory=lambda: {"": 0})
-    pending: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
+    pending: set[tuple[bytes, bytes]] = field(default_factory=set)  # (root, key) being written
     condemned: set[int] = field(default_factory=set)
     unwritten: set[int] = field(default_factory=set)  # pages that the disk did not take so far
     counters: Counters = field(default_factory=Counters)
