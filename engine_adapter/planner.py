@@ -1,0 +1,262 @@
+"""Plans what an engine loads from the store and saves to it: requests in, step plans out.
+
+Pure and without engine types: a scheduler reports what it does, the store's answers come as events,
+time comes with each call. Everything is keyed by request and may come in any order: what is not
+known any more is ignored. The halves are load_planner.py and save_planner.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvstore.breaker import Breaker
+from kvstore.engine_adapter.load_planner import NOTHING, LoadPlanner
+from kvstore.engine_adapter.plan_records import Committed, Found, Phase, RequestState, Room
+from kvstore.engine_adapter.save_planner import SavePlanner
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Mapping, Sequence
+
+    from kvstore.engine_adapter.load_choice import LoadChoice
+    from kvstore.engine_adapter.load_planner import Answer, Sizes
+    from kvstore.engine_adapter.plan_records import (
+        BlockPort,
+        Policy,
+        RequestView,
+        Save,
+        StoreEvent,
+        StorePort,
+    )
+    from kvstore.engine_adapter.transfer_plan import LoadJob, SaveJob, WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a finished request got from the store."""
+
+    tokens: int = 0
+    disk_tokens: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """For the workers, in the next step."""
+
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    cancelled: tuple[int, ...] = ()
+
+
+class Planner:
+    """For one engine; used by one thread."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        store: StorePort,
+        pool: BlockPort,
+        choice: LoadChoice,
+        *,
+        pinned_blocks_max: int,
+    ) -> None:
+        self.sizes = sizes
+        self.choice = choice
+        self._store = store
+        self._loading = LoadPlanner(sizes, store, choice)
+        self._saving = SavePlanner(sizes, store, pool, pinned_blocks_max)
+        self._requests: dict[str, RequestState] = {}
+        # Loads that fail in a row: none for a while, whatever look-ups say.
+        self._breaker = Breaker()
+        self.published: list[tuple[Save, int]] = []  # for whoever tells others; cleared by them
+
+    def arrive(self, view: RequestView, policy: Policy) -> None:
+        """A request was added: its look-up begins, and staging, while it waits its turn."""
+        state = RequestState(view, policy)
+        self._requests[view.id] = state
+        if policy.ends_session or not policy.load:
+            return
+        if view.length >= self.sizes.page_tokens:
+            self._loading.ask(state)
+
+    def knows(self, request: str) -> bool:
+        """Whether this request has arrived and not left."""
+        return request in self._requests
+
+    def match(self, request: str, local_tokens: int, now: float) -> Answer:
+        """Tokens from the store beyond the engine's own `local_tokens`; None: ask again."""
+        state = self._requests.get(request)
+        if state is None or state.phase is not Phase.WAITING:
+            return NOTHING
+        self._breaker.alive(now)
+        if self._breaker.is_open:
+            state.reason = "loads have failed in a row: a pause"
+            return NOTHING
+        return self._loading.match(state, local_tokens, now)
+
+    def allocated(self, request: str, blocks: Sequence[int], external: int) -> None:
+        """A request got its blocks (the whole table), `external` tokens of them from the store."""
+        state = self._requests.get(request)
+        if state is None:
+            return
+        state.blocks = list(blocks)
+        self._loading.allocated(state, external)
+
+    def sources(self, request: str) -> tuple[int, int]:
+        """Of the tokens loaded last: how many were in memory, how many on disk."""
+        state = self._requests.get(request)
+        if state is None:
+            return 0, 0
+        return state.reused_tokens - state.reused_disk_tokens, state.reused_disk_tokens
+
+    def preempted(self, request: str) -> None:
+        """A request lost its blocks and starts again later."""
+        state = self._requests.get(request)
+        if state is None:
+            return
+        state.blocks = []
+        state.version += 1
+        state.confirmed = state.planned_pages = 0
+        state.save = 0  # what is under way goes on: its blocks are pinned
+        self._loading.restart(state)
+
+    def step(
+        self,
+        request: str,
+        blocks: Sequence[int] | None,
+        computed: int,
+        scheduled: int,
+        now: float,
+    ) -> None:
+        """A step computes tokens [computed, computed + scheduled) of a request.
+
+        blocks: its whole table; None if it is as before.
+        """
+        state = self._requests.get(request)
+        if state is None:
+            return
+        if blocks is not None:
+            state.blocks = list(blocks)
+        if state.phase is Phase.WAITING:
+            state.phase = Phase.RUNNING
+        self._saving.step(state, computed, scheduled, self._loading.loads, now)
+
+    def finished(
+        self, request: str, blocks: Sequence[int] | None, computed: int, *, well: bool, now: float
+    ) -> Reuse:
+        """A request leaves; `well`: its tokens stand. Its blocks may be reused after this call."""
+        state = self._requests.pop(request, None)
+        if state is None:
+            return Reuse(reason="unknown")
+        if well and not state.job and state.phase is Phase.RUNNING:
+            if blocks is not None:
+                state.blocks = list(blocks)
+            self._saving.finish(state, computed, self._loading.loads, now)
+        self._loading.leave(state)
+        self._pin_chain(state)
+        return Reuse(state.reused_tokens, state.reused_disk_tokens, state.reason)
+
+    def take(self, now: float) -> Jobs:
+        """What the workers shall do in the next step."""
+        self._saving.tick(now)
+        loads, cancelled = self._loading.take()
+        return Jobs(loads, self._saving.take(), cancelled)
+
+    def event(self, event: StoreEvent, now: float) -> None:
+        """An answer of the store."""
+        if isinstance(event, Found):
+            self._loading.found(event)
+        elif isinstance(event, Room):
+            self._saving.reserved(event, self._state_of_save(event.job), now)
+        elif isinstance(event, Committed):
+            save = self._saving.committed(event, self._state_of_save(event.job), now)
+            if save is not None and event.pages:
+                self.published.append((save, event.pages))
+                if save.policy.pin_ttl_s and event.pages == save.count:
+                    self._store.pin(save.chain, save.policy.pin_ttl_s)
+
+    def report(self, report: WorkerReport, now: float) -> None:
+        """Answers of workers."""
+        for loaded in report.loads:
+            load = self._loading.answered(loaded)
+            if load is None:
+                continue
+            self._judge(load.ok, now)
+            state = self._requests.get(load.request)
+            if state is not None and state.job == load.job:
+                self._loading.settled(state, load)
+            self._saving.load_over(load, self._requests, now)
+        for saved in report.saves:
+            self._saving.copied(saved, self._requests, self._loading.loads, now)
+
+    def reset(self, now: float) -> None:
+        """What was stored until now is not this engine's any more: forget finds, unpin all."""
+        self._saving.drop_all(now)
+        for state in self._requests.values():
+            state.version += 1
+            state.save = state.stored_pages = 0
+            if not state.job:
+                self._loading.release(state)
+                state.bypass = "the cache was reset"
+            state.policy = replace(state.policy, store=False)
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the engine has to go on stepping for this planner's sake."""
+        return bool(
+            self._saving.needs_steps
+            or self._loading.loads
+            or self._loading.outbox
+            or self._loading.cancelled
+        )
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether pinned blocks will be free within a moment."""
+        return self._saving.pinned_blocks > 0
+
+    def counters(self) -> Counter[str]:
+        """What happened; each only grows."""
+        return self._loading.counters + self._saving.counters
+
+    def held(self) -> Mapping[str, int]:
+        """What is not given back yet; all 0 when nothing is under way."""
+        return {
+            "requests": len(self._requests),
+            "tickets": len(self._loading.askers),
+            "loads": len(self._loading.loads),
+            "saves": len(self._saving.saves),
+            "pinned_blocks": self._saving.pinned_blocks,
+        }
+
+    def check(self) -> None:
+        """Walk everything and recount; AssertionError with the numbers."""
+        self._saving.check()
+        for request, state in self._requests.items():
+            assert not state.ticket or state.ticket in self._loading.askers, request
+            assert not state.job or state.job in self._loading.loads, request
+            assert state.phase is not Phase.LOADING or state.job, request
+        held = {load.ticket for load in self._loading.loads.values()}
+        held |= {state.ticket for state in self._requests.values()}
+        assert set(self._loading.askers) <= held, "a ticket that nobody will give back"
+
+    def _judge(self, ok: bool, now: float) -> None:
+        if ok:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed(now)
+
+    def _state_of_save(self, job: int) -> RequestState | None:
+        save = self._saving.saves.get(job)
+        return self._requests.get(save.request) if save is not None else None
+
+    def _pin_chain(self, state: RequestState) -> None:
+        """Pins asked for at the end; a save that is under way pins what it publishes itself."""
+        pages = state.stored_pages
+        if not pages or not (state.policy.pin_ttl_s or state.policy.ends_session):
+            return
+        ttl_s = 0.0 if state.policy.ends_session else state.policy.pin_ttl_s
+        pages = min(pages, state.view.length // self.sizes.page_tokens)
+        self._store.pin(state.view.chain(pages), ttl_s)

@@ -1,0 +1,371 @@
+"""The saving half of the planner: which full pages go to the store, and when their blocks are free.
+
+    full pages -> pinned -> reserve -> SaveJob -> copied by all ranks -> commit
+                    |          |                     |                     |
+                    cap        others have it:       unpinned; waits for   the next save of this
+                    reached:   unpinned, or held     loads it builds on    request may begin
+                    later      while they write it
+
+Invariants: a page is saved only when every token in it is confirmed; what was computed on a load
+that failed is dropped, never committed; a reservation is given back only after all ranks have left
+its memory; a request has one save under way, because the store publishes a chain from its top.
+Pure: time comes with each call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvstore.engine_adapter.plan_records import NULL_BLOCK, Save, SavePhase
+from kvstore.engine_adapter.transfer_plan import PageSave, SaveJob
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvstore.engine_adapter.load_planner import Sizes
+    from kvstore.engine_adapter.plan_records import (
+        BlockPort,
+        Committed,
+        Load,
+        RequestState,
+        Room,
+        StorePort,
+    )
+    from kvstore.engine_adapter.transfer_plan import SaveDone
+
+PINNED_SHARE_MAX = 0.10  # of the engine's block pool
+IN_PROGRESS, LIMIT, PRESENT = "in progress", "limit", "present"
+RETRY_S = 0.05
+ATTEMPTS_MAX = 20
+HOLD_S_MIN, HOLD_S_MAX = 0.25, 4.0  # after a refusal
+
+
+class SavePlanner:
+    """Used by Planner, which owns the requests."""
+
+    def __init__(
+        self, sizes: Sizes, store: StorePort, pool: BlockPort, pinned_blocks_max: int
+    ) -> None:
+        self._sizes = sizes
+        self._store = store
+        self._pool = pool
+        self._pinned_blocks_max = pinned_blocks_max
+        self._jobs = 0
+        self.saves: dict[int, Save] = {}  # by job; tails are not in it yet
+        self.outbox: list[SaveJob] = []
+        self.pinned_blocks = 0
+        self.hold_until = -1.0
+        self._hold_s = HOLD_S_MIN
+        self.counters: Counter[str] = Counter()
+
+    def step(
+        self,
+        state: RequestState,
+        computed: int,
+        scheduled: int,
+        loads: Mapping[int, Load],
+        now: float,
+    ) -> None:
+        """A step is about to compute tokens [computed, computed + scheduled) of a request.
+
+        Tokens that are not known yet (drafts, tokens being sampled) are not confirmed by it. What
+        lies behind `computed` and was confirmed before was taken back: rejected, failed, shortened.
+        """
+        page = self._sizes.page_tokens
+        if computed < state.confirmed:
+            kept = computed // page
+            state.planned_pages = min(state.planned_pages, kept)
+            state.stored_pages = min(state.stored_pages, kept)
+            state.version += 1
+        state.confirmed = max(min(computed + scheduled, state.view.length), 0)
+        self._plan(state, state.confirmed // page, loads, now)
+
+    def finish(
+        self, state: RequestState, computed: int, loads: Mapping[int, Load], now: float
+    ) -> None:
+        """The request ended well, with `computed` tokens behind it: the last full page."""
+        length = state.view.length
+        known = min(max(state.confirmed, min(computed, length - 1)), length)
+        full = known // self._sizes.page_tokens
+        active = self.saves.get(state.save)
+        if active is None:
+            self._plan(state, full, loads, now)
+        elif active.version == state.version and full > active.stop:
+            tail = self._make(state, active.stop, full, loads)
+            last = active
+            while last.tail is not None:
+                last = last.tail
+            last.tail = tail
+
+    def reserved(self, room: Room, state: RequestState | None, now: float) -> None:
+        """The store answered a reservation; `state` if its request is still there."""
+        save = self.saves.get(room.job)
+        if save is None or save.dropped or save.phase is not SavePhase.RESERVING:
+            self._store.abort(room.job)
+            if save is not None and save.dropped:
+                self._end(save, state, now)
+            return
+        count = min(len(room.offsets), save.stop - room.start)
+        if count <= 0:
+            self._refused(save, room, state, now)
+            return
+        stop = room.start + count
+        if not self._cover(save, room.start, stop, state):
+            self._store.abort(save.job)
+            self.counters["saves_without_parent"] += 1
+            self._end(save, state, now)
+            return
+        if stop < save.stop and room.reason in (LIMIT, IN_PROGRESS) and save.tail is None:
+            rest = {page: save.pinned.pop(page) for page in range(stop, save.stop)}
+            save.tail = self._record(save, stop, save.stop, rest)
+        self._unpin_pages(save, [page for page in save.pinned if not room.start <= page < stop])
+        save.start, save.count, save.phase = room.start, count, SavePhase.COPYING
+        save.ranks = self._sizes.ranks
+        pages = zip(room.offsets, range(room.start, stop), strict=False)
+        self.outbox.append(
+            SaveJob(save.job, tuple(PageSave(at, save.pinned[page]) for at, page in pages))
+        )
+        self._hold_s = HOLD_S_MIN
+
+    def copied(
+        self,
+        done: SaveDone,
+        state_of: Mapping[str, RequestState],
+        loads: Mapping[int, Load],
+        now: float,
+    ) -> None:
+        """A rank's answer; after the last one the blocks are free and the pages are committed."""
+        save = self.saves.get(done.job)
+        if save is None or save.phase is not SavePhase.COPYING:
+            self.counters["save_answers_unknown"] += 1
+            return
+        save.ranks -= 1
+        save.ok = save.ok and done.ok
+        self.counters["save_bytes"] += done.bytes
+        if save.ranks > 0:
+            return
+        self._unpin_pages(save, list(save.pinned))
+        save.phase = SavePhase.GATED
+        if not save.ok:
+            self.counters["saves_failed"] += 1
+            save.dropped = True
+        save.loads &= set(loads)
+        self._pass_gate(save, state_of.get(save.request), now)
+
+    def load_over(self, load: Load, state_of: Mapping[str, RequestState], now: float) -> None:
+        """A load is over: what was computed on it may be published, or must not be."""
+        for save in [*self.saves.values()]:
+            for each in _with_tails(save):
+                if load.job in each.loads:
+                    each.loads.discard(load.job)
+                    each.dropped = each.dropped or not load.ok
+            if save.phase is SavePhase.GATED:
+                self._pass_gate(save, state_of.get(save.request), now)
+
+    def committed(self, done: Committed, state: RequestState | None, now: float) -> Save | None:
+        """The store published a save; the save, if it was waited for."""
+        save = self.saves.get(done.job)
+        if save is None or save.phase is not SavePhase.COMMITTING:
+            return None
+        self.counters["pages_saved"] += done.pages
+        if done.pages < save.count:
+            self.counters["pages_not_saved"] += save.count - done.pages
+        if state is not None and state.version == save.version:
+            state.stored_pages = max(state.stored_pages, save.start + done.pages)
+        self._end(save, state, now)
+        return save
+
+    def tick(self, now: float) -> None:
+        """Ask again for pages that others were writing."""
+        for save in [*self.saves.values()]:
+            if save.phase is SavePhase.HELD and now >= save.retry_s:
+                save.phase = SavePhase.RESERVING
+                self._store.reserve(save.job, save.chain)
+
+    def drop_all(self, now: float) -> None:
+        """Unpin everything; what is under way will not be published."""
+        for save in [*self.saves.values()]:
+            for each in _with_tails(save):
+                self._unpin_pages(each, list(each.pinned))
+                each.dropped = True
+            if save.phase is SavePhase.HELD:
+                self._end(save, None, now)
+
+    def take(self) -> tuple[SaveJob, ...]:
+        """Jobs for the next step."""
+        jobs = tuple(self.outbox)
+        self.outbox.clear()
+        return jobs
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether a worker or a pinned block waits for the next step."""
+        copying = any(save.phase is SavePhase.COPYING for save in self.saves.values())
+        return bool(self.pinned_blocks or self.outbox or copying)
+
+    def check(self) -> None:
+        """Recount the pins; AssertionError with the numbers."""
+        counted = 0
+        for save in self.saves.values():
+            for each in _with_tails(save):
+                counted += sum(len(blocks) for blocks in each.pinned.values())
+        assert counted == self.pinned_blocks, f"{counted} blocks pinned, {self.pinned_blocks} known"
+        assert self.pinned_blocks <= self._pinned_blocks_max, self.pinned_blocks
+
+    def _plan(self, state: RequestState, full: int, loads: Mapping[int, Load], now: float) -> None:
+        first = max(state.planned_pages, state.stored_pages)
+        if not state.policy.store or full <= first or state.save or now < self.hold_until:
+            return
+        save = self._make(state, first, full, loads)
+        if save is None:
+            return
+        state.save = save.job
+        self._reserve(save)
+
+    def _make(
+        self, state: RequestState, first: int, full: int, loads: Mapping[int, Load]
+    ) -> Save | None:
+        """A save of as many of pages [first, full) as may be pinned, from the first on."""
+        pinned: dict[int, tuple[int, ...]] = {}
+        room = self._pinned_blocks_max - self.pinned_blocks
+        for page in range(first, full):
+            blocks = self._blocks(state, page)
+            if not blocks or NULL_BLOCK in blocks:
+                break
+            if room < len(blocks):
+                self.counters["saves_over_pin_cap"] += 1
+                break
+            room -= len(blocks)
+            pinned[page] = blocks
+        if not pinned:
+            return None
+        stop = first + len(pinned)
+        used = set(state.blocks[: stop * self._sizes.blocks_a_page])
+        on = {job for job, load in loads.items() if not used.isdisjoint(load.blocks)}
+        self._pin(pinned.values())
+        state.planned_pages = stop
+        self._jobs += 1
+        return Save(
+            self._jobs,
+            state.view.id,
+            state.version,
+            state.policy,
+            state.view.chain(stop),
+            first,
+            stop,
+            pinned,
+            loads=on,
+        )
+
+    def _record(
+        self, save: Save, first: int, stop: int, pinned: dict[int, tuple[int, ...]]
+    ) -> Save:
+        """What is left of a save, as one of its own; its blocks are pinned already."""
+        self._jobs += 1
+        return Save(
+            self._jobs,
+            save.request,
+            save.version,
+            save.policy,
+            save.chain,
+            first,
+            stop,
+            pinned,
+            loads=set(save.loads),
+            attempts=save.attempts + 1,
+        )
+
+    def _reserve(self, save: Save) -> None:
+        self.saves[save.job] = save
+        save.phase = SavePhase.RESERVING
+        self._store.reserve(save.job, save.chain)
+
+    def _refused(self, save: Save, room: Room, state: RequestState | None, now: float) -> None:
+        if room.reason == IN_PROGRESS and save.attempts < ATTEMPTS_MAX:
+            save.attempts += 1
+            save.phase, save.retry_s = SavePhase.HELD, now + RETRY_S
+            return
+        if room.reason == PRESENT:
+            self.counters["pages_present"] += save.stop - save.first
+            if state is not None and state.version == save.version:
+                state.stored_pages = max(state.stored_pages, save.stop)
+        elif room.reason == IN_PROGRESS:
+            self.counters["saves_left_to_others"] += 1
+        else:
+            self.counters["saves_refused"] += 1
+            self.hold_until = now + self._hold_s
+            self._hold_s = min(2 * self._hold_s, HOLD_S_MAX)
+            if state is not None and state.version == save.version:
+                state.planned_pages = min(state.planned_pages, save.first)
+        self._end(save, state, now)
+
+    def _cover(self, save: Save, start: int, stop: int, state: RequestState | None) -> bool:
+        """Pin pages of [start, stop) that lie before the save's own; False if they are gone.
+
+        The store had them once and has evicted them, or another writer gave them up.
+        """
+        missing = [page for page in range(start, stop) if page not in save.pinned]
+        if not missing:
+            return True
+        if state is None or state.version != save.version:
+            return False
+        found = {page: self._blocks(state, page) for page in missing}
+        count = sum(len(blocks) for blocks in found.values())
+        bad = any(not blocks or NULL_BLOCK in blocks for blocks in found.values())
+        if bad or self.pinned_blocks + count > self._pinned_blocks_max:
+            state.stored_pages = min(state.stored_pages, start)
+            state.planned_pages = min(state.planned_pages, start)
+            return False
+        self._pin(found.values())
+        save.pinned.update(found)
+        return True
+
+    def _pass_gate(self, save: Save, state: RequestState | None, now: float) -> None:
+        if save.dropped:
+            self._store.abort(save.job)
+            self._end(save, state, now)
+        elif not save.loads:
+            save.phase = SavePhase.COMMITTING
+            self._store.commit(save.job)
+
+    def _end(self, save: Save, state: RequestState | None, now: float) -> None:
+        """The save is over; its tail, if it has one and is still wanted, begins."""
+        self.saves.pop(save.job, None)
+        self._unpin_pages(save, list(save.pinned))
+        if state is not None and state.save == save.job:
+            state.save = 0
+        tail, save.tail = save.tail, None
+        if tail is None:
+            return
+        if tail.dropped or save.dropped or now < self.hold_until:
+            for each in _with_tails(tail):
+                self._unpin_pages(each, list(each.pinned))
+            return
+        if state is not None and not state.save:
+            state.save = tail.job
+        self._reserve(tail)
+
+    def _blocks(self, state: RequestState, page: int) -> tuple[int, ...]:
+        """The blocks of a page; empty if the table does not reach it."""
+        count = self._sizes.blocks_a_page
+        blocks = tuple(state.blocks[page * count : (page + 1) * count])
+        return blocks if len(blocks) == count else ()
+
+    def _pin(self, pages: Iterable[tuple[int, ...]]) -> None:
+        blocks = [block for page in pages for block in page]
+        self._pool.pin(blocks)
+        self.pinned_blocks += len(blocks)
+
+    def _unpin_pages(self, save: Save, pages: list[int]) -> None:
+        blocks = [block for page in pages for block in save.pinned.pop(page)]
+        if blocks:
+            self.pinned_blocks -= len(blocks)
+            self._pool.unpin(blocks)
+
+
+def _with_tails(save: Save) -> Iterable[Save]:
+    each: Save | None = save
+    while each is not None:
+        yield each
+        each = each.tail
