@@ -159,6 +159,12 @@ class HostBlocks:
         self._shard = shard
         self.blocks = int(self._arrays[0].shape[1])
 
+    def mark(self) -> Any:
+        """Nothing runs behind the calling thread's back."""
+
+    def begin(self, mark: Any) -> None:
+        """There is nothing to wait for."""
+
     def load(self, page: memoryview, blocks: Sequence[int]) -> int:
         """Copy a page's bytes into the engine's blocks, but for SKIP_BLOCK; how many bytes."""
         return self._copy(np.frombuffer(page, np.uint8), blocks, to_page=False)

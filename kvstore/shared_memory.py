@@ -198,6 +198,10 @@ class Attachment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long refresh() waits for the server."""
+        self._connection.settimeout(timeout_s)
+
     def refresh(self) -> None:
         """Map the extents that are new and unmap those that the server has given up."""
         if self._pid != os.getpid():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="KV memory is torch's")
 
-import itertools
-
+import torch
 from fake_kv_cache import FakeCache, FullAttentionSpec, MambaSpec, make_cache
 
 from kvstore.engine_adapter.block_regions import (
@@ -25,6 +25,7 @@ from kvstore.engine_adapter.block_regions import (
     find_regions,
     runs,
 )
+from kvstore.engine_adapter.device_blocks import DeviceBlocks
 
 WIDE = FullAttentionSpec(head_size=8)
 
@@ -41,11 +42,13 @@ def facts_of(cache: FakeCache, blocks_per_page: int = 1) -> RegionFacts:
     return facts
 
 
-def host_blocks(cache: FakeCache, blocks_per_page: int, rank: int = 0) -> HostBlocks:
+def host_blocks(
+    cache: FakeCache, blocks_per_page: int, rank: int = 0, kind: Any = HostBlocks
+) -> Any:
     facts = facts_of(cache, blocks_per_page)
     tp = cache.vllm_config.parallel_config.tensor_parallel_size
     shard = PageShard.of_rank(facts, blocks_per_page, tp, rank)
-    return HostBlocks(find_regions(cache.kv_caches, cache.config), shard)
+    return kind(find_regions(cache.kv_caches, cache.config), shard)
 
 
 def block_bytes(cache: FakeCache, layer: str, block: int) -> bytes:
@@ -69,17 +72,19 @@ def expected_page(cache: FakeCache, blocks: list[int]) -> bytes:
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("specs", [(FullAttentionSpec(),), (FullAttentionSpec(), WIDE)])
 @pytest.mark.parametrize("blocks", [[3], [5, 6], [9, 2, 3], [4, 3]])
+@pytest.mark.parametrize("kind", [HostBlocks, DeviceBlocks])
 def test_a_page_goes_round_bit_exact_and_its_neighbours_stay(
-    layout: str, specs: tuple[Any, ...], blocks: list[int]
+    layout: str, specs: tuple[Any, ...], blocks: list[int], kind: Any
 ) -> None:
     cache = make_cache(layout=layout, specs=specs, seed=1)
-    copies = host_blocks(cache, len(blocks))
+    copies = host_blocks(cache, len(blocks), kind=kind)
     page = bytearray(facts_of(cache, len(blocks)).shard_bytes)
     assert copies.save(blocks, memoryview(page)) == len(page)
     assert bytes(page) == expected_page(cache, blocks)
     there = [7, 8, 10][: len(blocks)]
     before = cache.raw.clone()
     assert copies.load(memoryview(bytes(page)), there) == len(page)
+    copies.finish()
     assert expected_page(cache, there) == bytes(page)
     for untouched in set(range(12)) - set(there):
         for layer in cache.kv_caches:
@@ -97,6 +102,34 @@ def test_blocks_that_are_left_out_are_not_touched() -> None:
     assert copies.load(memoryview(page), [-1, 7, -1, -1]) == len(page) // 4
     assert expected_page(cache, [7]) == third
     assert expected_page(cache, [6, 8]) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: copies by stream not tested")
+@pytest.mark.parametrize("blocks", [[5, 6], [9, 2]])
+def test_a_page_goes_round_on_a_gpu_behind_the_work_that_was_given_before(
+    blocks: list[int],
+) -> None:
+    cache = make_cache(seed=1)
+    device = {name: tensor.cuda() for name, tensor in cache.kv_caches.items()}
+    cache.config.kv_cache_tensors = [
+        SimpleNamespace(size=0, shared_by=[name]) for name in cache.kv_caches
+    ]
+    facts = facts_of(cache, 2)
+    copies = DeviceBlocks(find_regions(device, cache.config), PageShard.of_rank(facts, 2, 1, 0))
+    for tensor in device.values():
+        tensor[blocks] += 1
+    copies.begin(copies.mark())
+    page = bytearray(facts.shard_bytes)
+    copies.save(blocks, memoryview(page))
+    for tensor in cache.kv_caches.values():
+        tensor[blocks] += 1
+    assert bytes(page) == expected_page(cache, blocks)
+    copies.begin(copies.mark())
+    for _ in range(6):  # more than there are bounce buffers
+        copies.load(memoryview(bytes(page)), [7, 8])
+    copies.finish()
+    for name, tensor in device.items():
+        assert (tensor[[7, 8]].cpu() == cache.kv_caches[name][blocks]).all()
 
 
 def test_runs_join_neighbours_and_skip_what_is_left_out() -> None:
