@@ -57,13 +57,15 @@ class _Connection:
     socket: socket.socket
     since_s: float
     session: Any = None
+    is_guest: bool = False
 
 
 class ExtentServer:
     """Hands descriptors to clients, from one thread of its own.
 
     `resolve(session)` names what a session may map, now: called in the server's thread at each
-    request. `disconnected(session)` is called there when a session's connection has ended.
+    request. `disconnected(session)` is called there when a session's connection has ended. Guests
+    of a session map the same, and nothing happens when they go.
     """
 
     def __init__(
@@ -77,10 +79,13 @@ class ExtentServer:
         self._resolve = resolve
         self._disconnected = disconnected
         self._lock = threading.Lock()
-        self._tokens: dict[bytes, tuple[float, Any]] = {}  # digest -> deadline, session
+        # Digest -> deadline, session, whether it is for a guest.
+        self._tokens: dict[bytes, tuple[float, Any, bool]] = {}
+        self._forgotten: list[Any] = []
         self._listener = _listen(path)
         self._connections: dict[socket.socket, _Connection] = {}
         self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
         self._accept_again_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -88,15 +93,23 @@ class ExtentServer:
         self._thread = threading.Thread(target=self._run, name="kvstore-extents", daemon=True)
         self._thread.start()
 
-    def issue_token(self, session: Any) -> bytes:
+    def issue_token(self, session: Any, *, guest: bool = False) -> bytes:
         """A secret for one attach within TOKEN_TTL_S; give it to the session's client only."""
         token, now = secrets.token_bytes(TOKEN_BYTES), time.monotonic()
         with self._lock:
             self._tokens = {k: v for k, v in self._tokens.items() if v[0] > now}
             if len(self._tokens) >= TOKENS_MAX:
                 raise CapacityError(f"{TOKENS_MAX} sessions are about to attach already")
-            self._tokens[_digest(token)] = (now + TOKEN_TTL_S, session)
+            self._tokens[_digest(token)] = (now + TOKEN_TTL_S, session, guest)
         return token
+
+    def forget(self, session: Any) -> None:
+        """End a session's connections, soon, and its guests'; its tokens are void at once."""
+        with self._lock:
+            self._tokens = {k: v for k, v in self._tokens.items() if v[1] is not session}
+            self._forgotten.append(session)
+        with contextlib.suppress(OSError):  # closed: all ends anyway
+            self._waker.send(b"\0")
 
     def close(self) -> None:
         """End all connections; what clients have mapped stays theirs until they unmap it."""
@@ -119,8 +132,10 @@ class ExtentServer:
     def _serve_once(self) -> bool:
         for key, _ in self._selector.select(self._patience_s()):
             if key.fileobj is self._wakened:
-                return False
-            if key.fileobj is self._listener:
+                if not self._wakened.recv(4096):
+                    return False
+                self._drop_forgotten()
+            elif key.fileobj is self._listener:
                 self._accept()
             elif (connection := self._connections.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 self._answer(connection)
@@ -156,11 +171,18 @@ class ExtentServer:
             self._accept_again_s = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
 
+    def _drop_forgotten(self) -> None:
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, []
+        for connection in list(self._connections.values()):
+            if any(connection.session is session for session in forgotten):
+                self._drop(connection)
+
     def _drop(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
         del self._connections[connection.socket]
         connection.socket.close()
-        if connection.session is not None:
+        if connection.session is not None and not connection.is_guest:
             try:
                 self._disconnected(connection.session)
             except Exception:
@@ -179,7 +201,7 @@ class ExtentServer:
             self._drop(connection)
             return
         if connection.session is None:
-            connection.session = self._redeem(token)
+            connection.session, connection.is_guest = self._redeem(token)
         status = Status.REFUSED
         if connection.session is not None:
             status = self._send_records(connection, known)
@@ -188,10 +210,11 @@ class ExtentServer:
                 connection.socket.send(REPLY.pack(WIRE_MAGIC, WIRE_VERSION, status, 0, 0))
             self._drop(connection)
 
-    def _redeem(self, token: bytes) -> Any:
+    def _redeem(self, token: bytes) -> tuple[Any, bool]:
+        """The session of a token and whether it was for a guest; None when it is no good."""
         with self._lock:
-            deadline, session = self._tokens.pop(_digest(token), (0.0, None))
-        return session if deadline > time.monotonic() else None
+            deadline, session, guest = self._tokens.pop(_digest(token), (0.0, None, False))
+        return (session, guest) if deadline > time.monotonic() else (None, False)
 
     def _send_records(self, connection: _Connection, known: int) -> Status:
         try:

@@ -34,6 +34,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "Open": _READING,
     "Heartbeat": _READING,
     "Close": _READING,
+    "Attach": _READING,
     "Match": _READING,
     "Stage": _READING,
     "Release": _READING,

@@ -47,6 +47,22 @@ class Beat(_message.Message):
     boot_epoch: int
     def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ...) -> None: ...
 
+class AttachRequest(_message.Message):
+    __slots__ = ("session", "count")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    count: int
+    def __init__(self, session: _Optional[bytes] = ..., count: _Optional[int] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("attach_token", "path")
+    ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    attach_token: _containers.RepeatedScalarFieldContainer[bytes]
+    path: str
+    def __init__(self, attach_token: _Optional[_Iterable[bytes]] = ..., path: _Optional[str] = ...) -> None: ...
+
 class CloseRequest(_message.Message):
     __slots__ = ("session",)
     SESSION_FIELD_NUMBER: _ClassVar[int]

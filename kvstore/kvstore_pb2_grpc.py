@@ -49,6 +49,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_kvstore__pb2.CloseRequest.SerializeToString,
                 response_deserializer=kvstore_dot_kvstore__pb2.CloseReply.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/kvstore.v1.KVStore/Attach',
+                request_serializer=kvstore_dot_kvstore__pb2.AttachRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.AttachReply.FromString,
+                _registered_method=True)
         self.Match = channel.unary_unary(
                 '/kvstore.v1.KVStore/Match',
                 request_serializer=kvstore_dot_kvstore__pb2.MatchRequest.SerializeToString,
@@ -154,6 +159,14 @@ class KVStoreServicer(object):
 
     def Close(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Tokens with which other processes of the same user map what this session maps. They may come and
+        go; the session ends with its own connection, and then theirs end too.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -280,6 +293,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Close,
                     request_deserializer=kvstore_dot_kvstore__pb2.CloseRequest.FromString,
                     response_serializer=kvstore_dot_kvstore__pb2.CloseReply.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kvstore_dot_kvstore__pb2.AttachRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.AttachReply.SerializeToString,
             ),
             'Match': grpc.unary_unary_rpc_method_handler(
                     servicer.Match,
@@ -448,6 +466,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Close',
             kvstore_dot_kvstore__pb2.CloseRequest.SerializeToString,
             kvstore_dot_kvstore__pb2.CloseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Attach',
+            kvstore_dot_kvstore__pb2.AttachRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,

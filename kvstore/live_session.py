@@ -6,6 +6,7 @@ not be here: calls to the server, deciding when it is over.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -30,6 +31,10 @@ class LiveSession:
         """`attachment`: the server's memory, None where pages come as a stream. Owned by this."""
         self.id = reply.session
         self.boot_epoch = reply.boot_epoch
+        # Tells this session from all others, also of the same server; says nothing about its id.
+        self.epoch = 1 | int.from_bytes(
+            hashlib.blake2b(self.id + reply.boot_epoch.to_bytes(8), digest_size=8).digest()
+        )
         self.beat_s = (reply.heartbeat_s or HEARTBEAT_S) / 3
         self.over = threading.Event()
         self.wake = threading.Event()  # beat now

@@ -166,6 +166,24 @@ class RemoteMatch:
         whole = self._fetched.data.toreadonly()
         return [whole[page * size : (page + 1) * size] for page in range(start, stop)]
 
+    def places(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Slots and generations of pages [start, stop), for other processes that copy them.
+
+        They check the generations after the copy. InvalidRequest unless the pages are in memory
+        that is shared.
+        """
+        there = self.host_pages
+        if self._window is None or self._places is None:
+            there = 0
+        if not 0 <= start <= stop <= there:
+            raise InvalidRequest(f"places [{start}, {stop}) of a match with {there} shared pages")
+        if start == stop:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        assert self._places is not None
+        slots = np.frombuffer(self._places.host_slots, "<i8")[start:stop]
+        generations = np.frombuffer(self._places.host_generations, "<u8")[start:stop]
+        return slots.astype(np.int64), generations.astype(np.uint64)
+
     def valid(self) -> bool:
         """Whether all that was copied out of views until now is right; else drop it."""
         if self._live is None or self._session.is_forked():

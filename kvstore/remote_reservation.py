@@ -32,6 +32,8 @@ COMMIT_DEADLINE_S_MAX = 55.0
 COMMIT_MARGIN_S = 2.0  # for the server's copy of the pages, and for the answer to get here
 STREAM_BYTES_A_SECOND_MIN = 50e6
 CALL_S_MAX = 60.0
+
+_NOWHERE = np.zeros(0, np.uint64)
 UNREACHABLE = "unreachable"
 
 
@@ -74,6 +76,11 @@ class RemoteReservation:
             self._private = np.empty(self.count * size, np.uint8)
         whole = self._private.data
         return [whole[page * size : (page + 1) * size] for page in range(self.count)]
+
+    @property
+    def offsets(self) -> NDArray[np.uint64]:
+        """Where each page lies in the session's staging memory; empty without shared memory."""
+        return self._offsets if self._is_open and self._staging is not None else _NOWHERE
 
     def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
         """Publish the pages. With `durable`, wait until they and their ancestors are on disk.

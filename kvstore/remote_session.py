@@ -25,7 +25,7 @@ from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.remote_match import RemoteMatch
 from kvstore.remote_reservation import UNREACHABLE, RemoteReservation
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
-from kvstore.shared_memory import SharedMemoryError, attach
+from kvstore.shared_memory import AttachGrant, SharedMemoryError, attach
 from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
 
 if TYPE_CHECKING:
@@ -85,6 +85,27 @@ class RemoteSession:
         """Whether a server answers this session now."""
         live = self._live
         return live is not None and not live.over.is_set()
+
+    @property
+    def epoch(self) -> int:
+        """Names what this session has with the server process that answers now; 0: none does."""
+        live = self._live
+        return live.epoch if live is not None and not live.over.is_set() else 0
+
+    def attach_tokens(self, count: int) -> AttachGrant | None:
+        """Let `count` other processes of this user attach() to this session's memory, soon.
+
+        They read pages by slot and write staging by offset, and ask the server for nothing. None:
+        no server answers, or it shares no memory with this process.
+        """
+        live = self._usable()
+        if live is None or not live.is_shared:
+            return None
+        request = pb.AttachRequest(session=live.id, count=count)
+        reply = self.ask(live, "Attach", request, ATTACH_TIMEOUT_S)
+        if reply is None or len(reply.attach_token) != count:
+            return None
+        return AttachGrant(live.epoch, self._attach_path(reply.path), tuple(reply.attach_token))
 
     def wait_open(self, wait_s: float, *, while_it_starts: bool = False) -> bool:
         """Wait for a server; whether one answers.
@@ -315,14 +336,9 @@ class RemoteSession:
 
     def _attach(self, reply: pb.OpenReply) -> Attachment | None:
         """The server's memory. Where it can't be had, no later attempt asks for it."""
-        assert self._link.address.socket is not None
-        named = Path(reply.attach_path)
-        # In a container the server's directory may be mounted under another name.
-        beside = self._link.address.socket.parent / named.name
-        path = named if named.exists() else beside
         try:
             return attach(
-                path,
+                self._attach_path(reply.attach_path),
                 reply.attach_token,
                 server_uid=self._link.config.trusted_uid,
                 timeout_s=ATTACH_TIMEOUT_S,
@@ -332,6 +348,13 @@ class RemoteSession:
                 self._shared_memory = False
                 _log.warning("no shared memory, pages come as a stream: %s", exc)
             return None
+
+    def _attach_path(self, named: str) -> Path:
+        """Where the server's fd-passing socket is for this process."""
+        assert self._link.address.socket is not None
+        path = Path(named)
+        # In a container the server's directory may be mounted under another name.
+        return path if path.exists() else self._link.address.socket.parent / path.name
 
     def _listen(self, live: LiveSession) -> None:
         """Until the server, this session or the client is gone."""

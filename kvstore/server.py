@@ -98,6 +98,7 @@ class Server:
         except BaseException:
             self.store.close()
             raise
+        self.registry.on_end = self._extents.forget
         self._servicer = Servicer(
             self.store, self.registry, self._extents, secrets.randbits(63) | 1
         )

@@ -72,16 +72,20 @@ class ServerSession:
         identity: Identity,
         session: Session,
         *,
+        is_shared: bool,
         staging: Staging | None,
         staging_bytes: int,
         limit_bytes: int,
         clock: Callable[[], float],
         gone: Callable[[ServerSession], None],
     ) -> None:
-        """`gone` is called once, when the session has ended and nothing of it is in use."""
+        """`is_shared`: its client maps our memory. `gone` is called once, when the session has
+        ended and nothing of it is in use.
+        """
         self.name = name
         self.identity = identity
         self.session = session
+        self.is_shared = is_shared
         self.staging = staging
         self.last_sign_s = clock()
         self._limit_bytes = limit_bytes

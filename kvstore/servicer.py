@@ -16,6 +16,7 @@ from kvstore._version import __version__
 from kvstore.errors import CapacityError, InvalidRequest
 from kvstore.kvstore_pb2 import (
     AbortReply,
+    AttachReply,
     Beat,
     CloseReply,
     CommitReply,
@@ -32,6 +33,7 @@ from kvstore.kvstore_pb2 import (
 )
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.rpc_guard import Refused
+from kvstore.server_session import UnknownHandle
 from kvstore.spec import CacheSpec
 from kvstore.tiers.extent import header_bytes
 from kvstore.tiers.tier import aligned
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 SALT_BYTES_MAX = 256
+ATTACH_TOKENS_MAX = 256  # a call
 # A heartbeat stream ends after so long, well and without ending its sessions, so that clients move
 # off connections that have grown old.
 STREAM_S_MAX = 1800.0
@@ -77,6 +80,7 @@ class Servicer:
             "Open": self.open,
             "Heartbeat": self.heartbeat,
             "Close": self.close,
+            "Attach": self.attach,
             "Match": self.match,
             "Stage": self.stage,
             "Release": self.release,
@@ -153,6 +157,21 @@ class Servicer:
         """End a session."""
         self._registry.end(self._registry.find(request.session, call.identity))
         return CloseReply()
+
+    def attach(self, request: messages.AttachRequest, call: Call) -> AttachReply:
+        """Tokens for other processes of the session's client."""
+        session = self._registry.find(request.session, call.identity)
+        if not 1 <= request.count <= ATTACH_TOKENS_MAX:
+            raise InvalidRequest(f"count: {request.count} is not in [1, {ATTACH_TOKENS_MAX}]")
+        if not session.is_shared:
+            raise InvalidRequest("this session was opened without shared memory")
+        tokens = [self._extents.issue_token(session, guest=True) for _ in range(request.count)]
+        try:
+            self._registry.find(request.session, call.identity)
+        except UnknownHandle:  # it ended meanwhile, and these tokens came too late to be void
+            self._extents.forget(session)
+            raise
+        return AttachReply(attach_token=tokens, path=str(self._extents.path))
 
     def match(self, request: messages.MatchRequest, call: Call) -> MatchReply:
         """Look up and lease."""

@@ -49,6 +49,7 @@ class SessionRegistry:
         self._lock = threading.Lock()
         self._sessions: dict[bytes, ServerSession] = {}
         self.last_session_s = clock()  # when there was one last
+        self.on_end: Callable[[ServerSession], object] = lambda session: None
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -72,6 +73,7 @@ class SessionRegistry:
             secrets.token_bytes(SESSION_BYTES),
             identity,
             inner,
+            is_shared=shared_memory,
             staging=memory,
             staging_bytes=memory.size if memory is not None else quota,
             limit_bytes=int(host_bytes * SHARE_OF_ARENA),
@@ -97,6 +99,7 @@ class SessionRegistry:
             self.last_session_s = self._clock()
         if known is not None:
             session.end()
+            self.on_end(session)
 
     def sweep(self) -> None:
         """End silent sessions, and uploads that nobody goes on with."""

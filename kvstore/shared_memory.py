@@ -19,6 +19,7 @@ import os
 import socket
 import struct
 import weakref
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,18 @@ RECORD = struct.Struct("<IQQQQQQ")  # kind, then the fields of ExtentRecord from
 
 FORKED = "shared memory attached by the parent process; attach again after a fork, or use spawn"
 UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True, slots=True)
+class AttachGrant:
+    """With what other processes of a session's client attach to its memory, one token each.
+
+    `epoch` names the session of that one server process; it is 0 for none.
+    """
+
+    epoch: int
+    path: Path
+    tokens: tuple[bytes, ...]
 
 
 class SharedMemoryError(KVStoreError):
@@ -184,6 +197,10 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long refresh() waits for the server."""
+        self._connection.settimeout(timeout_s)
 
     def refresh(self) -> None:
         """Map the extents that are new and unmap those that the server has given up."""

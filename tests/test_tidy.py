@@ -38,7 +38,8 @@ def room(ours: str = "", third_party: str = "") -> Room:
 # The import table of the README.
 ROOMS = {
     "engine_adapter": room(  # rich is for the demo
-        "kvstore kernels", "numpy torch transformers tokenizers safetensors gguf accelerate rich"
+        "kvstore kernels",
+        "numpy torch vllm transformers tokenizers safetensors gguf accelerate rich",
     ),
     "kvstore": room(
         "prefix_index tiers",

@@ -578,9 +578,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.copy_ends(0, fail=False)
             while self.store.reserving:
                 self.store.max_room = 8
-                self.planner.event(
-                    self.store.make_room(min(self.store.reserving), ""), self.now
-                )
+                self.planner.event(self.store.make_room(min(self.store.reserving), ""), self.now)
             while self.store.committing:
                 self.commit_answered()
             if not any(self.planner.held().values()) and not self.planner.needs_steps:
@@ -593,9 +591,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def leave(self, request: Request, *, well: bool) -> None:
         del self.requests[request.id]
-        self.planner.finished(
-            request.id, request.blocks, request.computed, well=well, now=self.now
-        )
+        self.planner.finished(request.id, request.blocks, request.computed, well=well, now=self.now)
         if request.status == "loading":
             self.gone[request.id] = request
         else:

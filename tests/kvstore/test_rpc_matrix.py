@@ -40,7 +40,7 @@ READ = WRITE | {Role.READER}
 # The specification, apart from the code's own table.
 MAY_CALL = {
     **dict.fromkeys(("Open", "Heartbeat", "Close", "Match", "Stage", "Release"), READ),
-    **dict.fromkeys(("ReadPages", "Watch"), READ),
+    **dict.fromkeys(("Attach", "ReadPages", "Watch"), READ),
     **dict.fromkeys(("Reserve", "Commit", "Abort", "WritePages"), WRITE),
     **dict.fromkeys(("Flush", "Pin", "Unpin"), WRITE),
     **dict.fromkeys(("Evict", "List", "Inspect", "Explain"), ADMIN),
