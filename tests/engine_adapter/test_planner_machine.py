@@ -80,7 +80,7 @@ class FakeStore:
         self.lookups[ticket] = tokens_of(chain)
 
     def answer(self, ticket: int, *, staged: bool) -> Found:
-        tokens = self.lookups[ticket] if ticket in self.lookups else ()
+        tokens = self.lookups.get(ticket, ())
         if ticket not in self.leases:
             del self.lookups[ticket]
             chain = []
