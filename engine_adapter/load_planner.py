@@ -12,7 +12,7 @@ request. Pure: time comes with each call.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.engine_adapter.plan_records import Load, LoadPlan, Phase
@@ -208,6 +208,13 @@ class LoadPlanner:
         state.plan = None
         if ticket:
             self._release_ticket(ticket)
+
+    def lose_unsent(self) -> None:
+        """Loads that no worker has seen yet can't succeed any more."""
+        self.outbox = [
+            replace(job, pages=tuple(replace(page, slot=LOST_SLOT) for page in job.pages))
+            for job in self.outbox
+        ]
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[int, ...]]:
         """Jobs and cancellations for the next step."""

@@ -88,8 +88,10 @@ class Planner:
     def match(self, request: str, local_tokens: int, now: float) -> Answer:
         """Tokens from the store beyond the engine's own `local_tokens`; None: ask again."""
         state = self._requests.get(request)
-        if state is None or state.phase is not Phase.WAITING:
+        if state is None or state.phase is Phase.LOADING:
             return NOTHING
+        if state.phase is Phase.RUNNING:  # it lost its blocks, and nobody has said so yet
+            self.preempted(request)
         self._breaker.alive(now)
         if self._breaker.is_open:
             state.reason = "loads have failed in a row: a pause"
@@ -191,6 +193,28 @@ class Planner:
         for saved in report.saves:
             self._saving.copied(saved, self._requests, self._loading.loads, now)
 
+    def table(self, request: str, blocks: Sequence[int], *, whole: bool) -> list[int] | None:
+        """A block table told in parts, for engines that don't give the whole one each step."""
+        state = self._requests.get(request)
+        if state is None or whole:
+            return list(blocks)
+        return [*state.blocks, *blocks]
+
+    def lost_store(self, now: float) -> None:
+        """The server is another one, or none: what the old one said means nothing any more.
+
+        Jobs that did not go to the workers yet fail: their places are in memory that has gone.
+        """
+        self._saving.drop_unsent(now)
+        self._loading.lose_unsent()
+        for state in self._requests.values():
+            state.version += 1
+            state.save = state.stored_pages = 0
+            state.planned_pages = 0
+            if not state.job and state.ticket:
+                self._loading.release(state)
+                state.asks = 0
+
     def reset(self, now: float) -> None:
         """What was stored until now is not this engine's any more: forget finds, unpin all."""
         self._saving.drop_all(now)
@@ -211,6 +235,17 @@ class Planner:
             or self._loading.outbox
             or self._loading.cancelled
         )
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a worker is loading."""
+        return bool(self._loading.loads)
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps are needed, and this one has nothing for the workers."""
+        ready = self._saving.outbox or self._loading.outbox or self._loading.cancelled
+        return self.needs_steps and not ready
 
     @property
     def frees_soon(self) -> bool:

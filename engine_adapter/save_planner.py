@@ -192,6 +192,14 @@ class SavePlanner:
             if save.phase is SavePhase.HELD:
                 self._end(save, None, now)
 
+    def drop_unsent(self, now: float) -> None:
+        """As drop_all(); saves that no worker has seen yet are over at once."""
+        unsent = {job.job for job in self.take()}
+        self.drop_all(now)
+        for job in unsent:
+            self._store.abort(job)
+            self._end(self.saves[job], None, now)
+
     def take(self) -> tuple[SaveJob, ...]:
         """Jobs for the next step."""
         jobs = tuple(self.outbox)

@@ -1,0 +1,80 @@
+"""What the installed vLLM offers, found by looking at it and never by its version number.
+
+Names that some releases lack have stand-ins here, so that the connector is one class for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+Base: Any = base.KVConnectorBase_V1
+Role: Any = base.KVConnectorRole
+Metadata: Any = base.KVConnectorMetadata
+
+
+class _NoMixin:
+    """Where a release has no such class."""
+
+
+class _Aggregated:
+    """Stands in for KVConnectorWorkerMetadata."""
+
+
+@dataclass
+class _TransferResults:
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
+
+
+SupportsHMA: Any = getattr(base, "SupportsHMA", _NoMixin)
+WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", _Aggregated)
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResults)
+
+
+def vllm_version() -> str:
+    """As installed; part of a page's identity, because pages are the engine's own format."""
+    import vllm
+
+    return str(getattr(vllm, "__version__", "unknown"))
+
+
+def call_base_init(connector: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+    """Base.__init__ with as many arguments as it takes."""
+    count = len(inspect.signature(Base.__init__).parameters) - 1
+    Base.__init__(connector, *(vllm_config, role, kv_cache_config)[:count])
+
+
+def can_report_saves() -> bool:
+    """Whether workers can tell the scheduler side that a save is done."""
+    return hasattr(base, "KVConnectorWorkerMetadata")
+
+
+def hit_sources(in_memory: int, on_disk: int) -> dict[Any, int]:
+    """Tokens by source, in vLLM's words; {} where it has none."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return {}
+    counts = {CacheHitSource.HOST: in_memory, CacheHitSource.DISK: on_disk}
+    return {source: count for source, count in counts.items() if count}
+
+
+def block_ids(blocks: Any) -> list[int]:
+    """The first group's table of a KVCacheBlocks or of what get_block_ids() gave."""
+    ids = blocks.get_block_ids() if hasattr(blocks, "get_block_ids") else blocks
+    return list(ids[0]) if ids and not isinstance(ids[0], int) else list(ids or ())
+
+
+def rank_and_world(vllm_config: Any) -> tuple[int, int]:
+    """This worker's tensor rank, and how many there are."""
+    world = int(vllm_config.parallel_config.tensor_parallel_size)
+    if world == 1:
+        return 0, 1
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank()), world

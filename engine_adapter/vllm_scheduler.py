@@ -1,0 +1,431 @@
+"""The scheduler role of the vLLM plug-in: vLLM's hooks in, planner's answers out.
+
+Lives in EngineCore and owns the one session with the store. Nothing here waits for the store longer
+than an idle engine may: what is slow (weights' digest, connecting, look-ups) has its own threads.
+Until all of it is there, answers are misses and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvstore.connect import connect
+from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
+from kvstore.engine_adapter.load_planner import Sizes
+from kvstore.engine_adapter.lookups import Lookups
+from kvstore.engine_adapter.plan_records import Policy
+from kvstore.engine_adapter.planner import Planner
+from kvstore.engine_adapter.save_planner import PINNED_SHARE_MAX
+from kvstore.engine_adapter.transfer_plan import StepPlan
+from kvstore.engine_adapter.vllm_identity import (
+    VllmRequestView,
+    adapter_digest,
+    cache_spec,
+    find_weights,
+    weights_memory,
+)
+from kvstore.engine_adapter.vllm_probe import block_ids, hit_sources, vllm_version
+from kvstore.engine_adapter.vllm_stats import KVStoreStats, changes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.engine_adapter.block_regions import RegionFacts
+    from kvstore.engine_adapter.transfer_plan import WorkerReport
+    from kvstore.engine_adapter.vllm_settings import VllmSettings
+
+IDLE_WAIT_S = 0.005
+LOADING_WAIT_S = 0.002  # workers tell only in a step that their load is done
+LONG_IDLE_WAIT_S = 0.015  # once a request has been waited for longer than LONG_S
+LONG_S = 0.1
+ATTACH_WAIT_S = 1.0  # a request waits so long for the workers to attach, when they are about to
+ATTACH_S_MAX = 5.0
+OPTIONS = frozenset({"load", "store", "pin_ttl_s", "session", "session_end"})
+
+_log = logging.getLogger("kvstore.vllm")
+
+
+class VllmBlocks:
+    """vLLM's block pool as the planner's BlockPort; without one nothing can be pinned."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """See BlockPort."""
+        self.pool.touch([self.pool.blocks[block] for block in blocks])
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """See BlockPort."""
+        self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
+
+
+class VllmScheduler:
+    """Used by the connector in EngineCore, by its one thread. Close it with shutdown()."""
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        facts: RegionFacts,
+    ) -> None:
+        """`facts` are those of whole pages."""
+        self.settings = settings
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._facts = facts
+        self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+        page_blocks = facts.shard_bytes // facts.block_bytes
+        self.page_tokens = page_blocks * facts.block_tokens
+        page_bytes = facts.shard_bytes  # ranks copy at the same time
+        self.choice = LoadChoice(settings.load, page_bytes, self.page_tokens)
+        self.lookups = Lookups(self.choice)
+        self.blocks = VllmBlocks()
+        role = str(getattr(vllm_config.kv_transfer_config, "kv_role", "kv_both"))
+        self._may_load = settings.load is not LoadMode.NEVER and role != "kv_producer"
+        self._may_save = settings.save and role != "kv_consumer"
+        self.planner = Planner(
+            Sizes(self.page_tokens, facts.block_tokens, self._ranks),
+            self.lookups,
+            self.blocks,
+            self.choice,
+            pinned_blocks_max=max(page_blocks, int(kv_cache_config.num_blocks * PINNED_SHARE_MAX)),
+        )
+        self._epoch = 0  # of the session that plans are made for
+        self._granted_s = 0.0
+        self._attached: dict[int, int] = {}  # rank -> epoch
+        self._marks: dict[str, str] = {}
+        self._adapters: dict[str, str] = {}  # path -> digest; "" while it is read
+        self._off = ""
+        self._spec_known = threading.Event()
+        self._store: Any = None
+        self._last_scheduled = 0
+        self._requests: dict[str, Any] = {}
+        self._prefills: dict[str, tuple[float, int, int]] = {}
+        self._admitted: set[str] = set()  # since the last step: what was preempted came back
+        self._counts: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self._warned: set[str] = set()
+        self._waiting_s: dict[str, float] = {}
+        self._starter = threading.Thread(target=self._start, name="kvstore-start", daemon=True)
+        self._starter.start()
+        self._spec_known.wait(settings.start_wait_s)
+
+    # What vLLM tells
+
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool, with which saved blocks are pinned."""
+        if not hasattr(pool, "touch") or not hasattr(pool, "free_blocks"):
+            self._may_save = False
+            _log.warning("this vLLM's block pool can't pin blocks: nothing is saved")
+            return
+        self.blocks.pool = pool
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was added: look it up while it waits."""
+        self._follow()
+        self._arrive(request)
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the engine's own; None: ask again next step. Waits only if it is idle."""
+        self._follow()
+        name = request.request_id
+        if not self.planner.knows(name):
+            self._arrive(request)
+        answer = self._answer(name, local_tokens)
+        if answer[0] is None and not self._last_scheduled:
+            waited_s = time.monotonic() - self._waiting_s.setdefault(name, time.monotonic())
+            self.lookups.wait(LONG_IDLE_WAIT_S if waited_s > LONG_S else IDLE_WAIT_S)
+            self._follow()
+            answer = self._answer(name, local_tokens)
+        return answer
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """The scheduler took the request."""
+        name = request.request_id
+        self._waiting_s.pop(name, None)
+        if external:
+            self._add(hit_tokens=external)
+        self._admitted.add(name)
+        self.planner.allocated(name, block_ids(blocks), external)
+        if external:
+            self._add(hit_disk_tokens=self.planner.sources(name)[1])
+
+    def hit_sources(self, request: Any) -> dict[Any, int]:
+        """Where the tokens of the last allocation come from."""
+        return hit_sources(*self.planner.sources(request.request_id))
+
+    def build_plan(self, output: Any) -> StepPlan:
+        """What the workers do in this step; everything that waits for one goes along."""
+        scheduled = int(output.total_num_scheduled_tokens)
+        if not scheduled and not self._waiting_s and self.planner.waits:
+            # Nothing to compute: don't spin for the store, nor much for the workers.
+            self.lookups.wait(LOADING_WAIT_S if self.planner.is_loading else IDLE_WAIT_S)
+        self._follow()
+        now = time.monotonic()
+        self._measure([*self._prefills], now)
+        self._last_scheduled = scheduled
+        for name in set(getattr(output, "preempted_req_ids", None) or ()) - self._admitted:
+            self._prefills.pop(name, None)
+            self.planner.preempted(name)
+        self._admitted.clear()
+        for name, blocks, computed in self._computed(output):
+            count = output.num_scheduled_tokens.get(name, 0)
+            self._prefilling(name, computed, now)
+            self.planner.step(name, blocks, computed, count, now)
+        jobs = self.planner.take(now)
+        grant = self.lookups.take_grant()
+        if grant is not None and grant.epoch == self._epoch:
+            self._granted_s = now
+        return StepPlan(self._epoch, grant, jobs.loads, jobs.saves, jobs.cancelled)
+
+    def bare_plan(self) -> StepPlan:
+        """What was planned already: an engine that waits for a load must get an answer."""
+        jobs = self.planner.take(time.monotonic())
+        return StepPlan(self._epoch, None, jobs.loads, jobs.saves, jobs.cancelled)
+
+    def report(self, report: WorkerReport) -> None:
+        """What the workers did."""
+        self._follow()
+        self._attached.update(report.attached_epoch)
+        self._add(**report.counters)
+        self.planner.report(report, time.monotonic())
+
+    def finished(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
+        """A request leaves; what it got from the store, for the client."""
+        self._follow()
+        name = request.request_id
+        self._waiting_s.pop(name, None)
+        if name in self._prefills:
+            self._measure([name], time.monotonic())
+            self._prefills.pop(name, None)
+        self._requests.pop(name, None)
+        if not self.planner.knows(name):
+            return None
+        status = getattr(request.status, "name", str(request.status))
+        reuse = self.planner.finished(
+            name,
+            blocks,
+            int(request.num_computed_tokens),
+            well=status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"),
+            now=time.monotonic(),
+        )
+        answer = {
+            "reused_tokens": reuse.tokens,
+            "reused_disk_tokens": reuse.disk_tokens,
+            "reason": reuse.reason,
+        }
+        return {"kvstore": answer}
+
+    def needs_steps(self) -> bool:
+        """Whether an idle engine must go on stepping."""
+        attaching = self._epoch and not self._is_attached()
+        hopeful = time.monotonic() - self._granted_s < ATTACH_S_MAX if self._granted_s else True
+        return self.planner.needs_steps or bool(attaching and hopeful)
+
+    def frees_soon(self) -> bool:
+        """Whether pinned blocks come back within a moment."""
+        return self.planner.frees_soon
+
+    def reset(self) -> bool:
+        """Ignore from now on what is stored; delete nothing, others share it."""
+        self._marks["since_reset"] = secrets.token_hex(16)
+        self.planner.reset(time.monotonic())
+        _log.info("the prefix cache was reset: pages stored before are not used any more")
+        return True
+
+    def stats(self) -> KVStoreStats | None:
+        """Counts since the last call."""
+        now = {**self._counts}
+        for counter in (self.planner.counters(), self.lookups.counters):
+            for name, amount in counter.items():
+                now[name] = now.get(name, 0) + amount
+        grown, self._told = changes(now, self._told), now
+        return KVStoreStats(data=grown) if grown else None
+
+    def count_error(self) -> None:
+        """A hook failed and was degraded."""
+        self._add(hook_errors=1)
+
+    def shutdown(self) -> None:
+        """Give everything back."""
+        self._off = self._off or "closed"
+        self.lookups.close()
+        if self._store is not None:
+            self._store.close()
+
+    # What happens behind it
+
+    def _start(self) -> None:
+        """Find the weights' name, connect, open the session. In a thread of its own."""
+        try:
+            begin_s = time.monotonic()
+            weights = find_weights(
+                self._vllm_config, self.settings.weights_version, weights_memory()
+            )
+            spec = cache_spec(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._facts,
+                weights=weights,
+                vllm_version=vllm_version(),
+            )
+            self._store = connect(self.settings.store, **self.settings.connect_arguments)
+            session = self._store.session(spec, writer="vllm")
+            if self._off:
+                session.close()
+                return
+            self.lookups.use(session)
+            self.lookups.ask_grant(self._ranks)
+            _log.info(
+                "caching %s in %s: pages of %d tokens, %.2f MiB, identity %s, ready after %.1f s%s",
+                spec.model,
+                self.settings.store,
+                spec.page_tokens,
+                spec.page_bytes / (1 << 20),
+                spec.namespace.hex()[:12],
+                time.monotonic() - begin_s,
+                "" if session.is_open else "; no server answers yet, misses until one does",
+            )
+        except Exception as error:  # the engine goes on without
+            self._off = f"{type(error).__name__}: {error}"
+            _log.error("off, the engine runs without it: %s", self._off)
+        finally:
+            self._spec_known.set()
+
+    def _follow(self) -> None:
+        """Take what the store said, and notice when another server answers."""
+        epoch = self.lookups.epoch
+        now = time.monotonic()
+        if epoch != self._epoch:
+            if self._epoch:
+                self.planner.lost_store(now)
+            self._epoch, self._granted_s = epoch, 0.0
+        if epoch and not self._is_attached():
+            self.lookups.ask_grant(self._ranks)
+        for event in self.lookups.drain(epoch):
+            self.planner.event(event, now)
+        self.planner.published.clear()
+
+    def _is_attached(self) -> bool:
+        return bool(self._epoch) and all(
+            self._attached.get(rank) == self._epoch for rank in range(self._ranks)
+        )
+
+    def _answer(self, name: str, local_tokens: int) -> tuple[int | None, bool]:
+        now = time.monotonic()
+        if self._off or not self._epoch:
+            return 0, False
+        if not self._is_attached():
+            begin_s = self._waiting_s.setdefault(name, now)
+            return (None if now - begin_s < ATTACH_WAIT_S else 0), False
+        answer = self.planner.match(name, local_tokens, now)
+        return answer.tokens, answer.is_async
+
+    def _arrive(self, request: Any) -> None:
+        policy, marks = self._policy(request)
+        if policy.load:
+            self._add(lookups=1, asked_tokens=int(request.num_tokens))
+        self._requests[request.request_id] = request
+        self.planner.arrive(VllmRequestView(request, self.page_tokens, marks), policy)
+
+    def _policy(self, request: Any) -> tuple[Policy, dict[str, str]]:
+        """What this request may do, and what besides its tokens decides its KV."""
+        marks = dict(self._marks)
+        note = self._off
+        if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
+            note = "prompt embeddings"
+        adapter = getattr(request, "lora_request", None)
+        if adapter is not None:
+            path = str(getattr(adapter, "lora_path", "") or "")
+            digest = self._adapters.get(path)
+            if digest is None:
+                self._adapters[path] = ""
+                threading.Thread(target=self._read_adapter, args=(path,), daemon=True).start()
+            if not digest:
+                note = "its adapter is not known yet"
+            marks["adapter"] = f"{getattr(adapter, 'lora_name', '')}\0{path}\0{digest}"
+        if note:
+            return Policy(load=False, store=False, note=note), marks
+        return self._wishes(request), marks
+
+    def _wishes(self, request: Any) -> Policy:
+        """kv_transfer_params["kvstore"] of a request."""
+        params = getattr(request, "kv_transfer_params", None) or {}
+        wishes = params.get("kvstore") if isinstance(params, dict) else None
+        wishes = wishes if isinstance(wishes, dict) else {}
+        unknown = sorted(set(map(str, wishes)) - OPTIONS)
+        if unknown:
+            self._warn("unknown kv_transfer_params.kvstore: " + ", ".join(unknown)[:200])
+        session = str(wishes.get("session") or "")
+        ttl = wishes.get("pin_ttl_s", self.settings.session_pin_s if session else 0)
+        if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 0:
+            self._warn("kv_transfer_params.kvstore: pin_ttl_s must be seconds >= 0")
+            ttl = 0
+        return Policy(
+            load=self._may_load and wishes.get("load") is not False,
+            store=self._may_save
+            and self.blocks.pool is not None
+            and wishes.get("store") is not False,
+            pin_ttl_s=min(float(ttl), self.settings.pin_ttl_s_max),
+            session=session,
+            ends_session=wishes.get("session_end") is True,
+            note="not wanted" if wishes.get("load") is False else "",
+        )
+
+    def _read_adapter(self, path: str) -> None:
+        try:
+            self._adapters[path] = adapter_digest(path, weights_memory())
+        except Exception as error:  # such requests are served without the store
+            _log.warning("requests with the adapter %s are not cached: %s", path, error)
+
+    def _computed(self, output: Any) -> Iterable[tuple[str, list[int] | None, int]]:
+        """Requests of this step: name, block table, tokens computed before it."""
+        state = getattr(output, "kv_connector_block_state", None)
+
+        def table(name: str, given: Any, whole: bool) -> list[int] | None:
+            current = state.get_block_ids(name) if state is not None else None
+            if current is not None:
+                return block_ids(current)
+            return self.planner.table(name, block_ids(given) if given else [], whole=whole)
+
+        for new in output.scheduled_new_reqs:
+            yield new.req_id, table(new.req_id, new.block_ids, True), int(new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        resumed = getattr(cached, "resumed_req_ids", ())
+        for at, name in enumerate(cached.req_ids):
+            given = cached.new_block_ids[at]
+            computed = int(cached.num_computed_tokens[at])
+            yield name, table(name, given, name in resumed), computed
+
+    def _prefilling(self, name: str, computed: int, now: float) -> None:
+        """Remember when a request began to compute its prompt."""
+        request = self._requests.get(name)
+        if request is not None and name not in self._prefills:
+            tokens = int(request.num_tokens)
+            if tokens - computed > 1:
+                self._prefills[name] = (now, tokens, tokens - computed)
+
+    def _measure(self, names: Iterable[str], now: float) -> None:
+        """How fast prompts are computed: from the first step to the first token, all included."""
+        for name in names:
+            begin_s, length, tokens = self._prefills[name]
+            request = self._requests.get(name)
+            if request is None or int(request.num_tokens) > length:
+                del self._prefills[name]
+                if request is not None:
+                    self.choice.prefilled(tokens, now - begin_s)
+
+    def _add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self._counts[name] = self._counts.get(name, 0) + amount
+
+    def _warn(self, line: str) -> None:
+        if line not in self._warned and len(self._warned) < 100:
+            self._warned.add(line)
+            _log.warning("%s (said once)", line)
