@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DIRECTORY = Path(".demo")
 PROMPT_TOKENS = 3000
 WARM_UP_TOKENS = 300
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 QUESTION = "\n\nIn one sentence, what is a Python dictionary?\n"
 HOST_BYTES, DISK_BYTES = 1 << 30, 2 << 30
 KEPT_S_MAX = 60.0  # within which what was saved has to be on disk

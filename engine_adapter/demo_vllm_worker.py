@@ -93,7 +93,7 @@ class Engine:
             temperature=0.0,
             max_tokens=request.get("max_tokens", 1),
             ignore_eos=True,
-            logprobs=0,
+            logprobs=2,
             extra_args=extra,
         )
         prompt = {"prompt_token_ids": request["tokens"]}
@@ -108,12 +108,17 @@ def answer_of(output: Any) -> dict[str, Any]:
     """What a finished request brought."""
     [completion] = output.outputs
     tokens = list(completion.token_ids)
-    probabilities = [
-        each[token].logprob for token, each in zip(tokens, completion.logprobs or (), strict=False)
+    by_place = list(zip(tokens, completion.logprobs or (), strict=False))
+    probabilities = [each[token].logprob for token, each in by_place]
+    # How far the second choice is behind: where it is close, noise decides.
+    behind = [
+        min((each[token].logprob - other.logprob for name, other in each.items() if name != token))
+        for token, each in by_place
     ]
     return {
         "tokens": tokens,
         "logprobs": probabilities,
+        "margins": behind,
         "reason": completion.finish_reason,
         "cached_tokens": output.num_cached_tokens or 0,
         "params": output.kv_transfer_params,
