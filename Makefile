@@ -33,7 +33,7 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo demo-service demo-vllm test test-vllm lint bench proto clean
+.PHONY: help venv demo demo-service demo-vllm test test-vllm venv-vllm lint bench proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
@@ -48,6 +48,8 @@ help:
 	@echo 'make clean   remove .venv and everything built here'
 
 venv: $(STAMP)
+
+venv-vllm: $(VLLM_STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/kvstore demo
@@ -65,7 +67,7 @@ test: $(STAMP)
 
 # Engines run in an environment of their own, tests in ours.
 test-vllm: $(STAMP) $(VLLM_NEEDS)
-	@KVSTORE_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm $(PYTEST_ARGS)
+	@KVSTORE_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench/test_vllm_bench.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@echo '== ruff check';    $(BIN)/ruff check .
