@@ -95,9 +95,14 @@ def test_a_look_up_that_takes_too_long_is_a_miss_and_still_good_later() -> None:
     made, _, _ = planner()
     made.arrive(Request("a", 20), Policy())
     assert made.match("a", 0, 10.0).tokens is None
-    assert made.match("a", 0, 10.03).tokens == 0
-    made.event(Found(1, 2, 2), 10.04)
-    assert made.match("a", 0, 10.05).tokens == 16
+    assert made.match("a", 0, 10.09).tokens is None
+    assert made.match("a", 0, 10.11).tokens == 0
+    made.event(Found(1, 2, 2), 10.12)
+    assert made.match("a", 0, 10.13).tokens == 16
+    made.choice.prefilled(1000, 0.01)
+    made.arrive(Request("b", 20), Policy())
+    assert made.match("b", 0, 10.0).tokens is None
+    assert made.match("b", 0, 10.03).tokens == 0
 
 
 def test_a_sync_hit_leaves_a_token_to_compute_and_an_async_one_may_be_whole() -> None:
