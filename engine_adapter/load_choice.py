@@ -16,6 +16,9 @@ COPY_BYTES_MIN = 1 << 20
 COPY_BYTES_A_SECOND = 1.5e9  # before the first copy
 STAGE_BYTES_A_SECOND = 0.5e9
 ASYNC_OVERHEAD_S = 0.008  # two steps of an engine
+# A look-up takes a millisecond; on a machine that is busy, or for the first one of a process, more.
+LOOKUP_S_MIN, LOOKUP_S_MAX = 0.020, 0.100
+LOOKUP_SHARE = 0.05  # of what recomputing takes: more than this is not worth waiting for
 STAGE_S_DEFAULT = 2.0  # while prefill was not measured
 STAGE_S_MIN, STAGE_S_MAX = 0.02, 10.0
 LOAD_S_MIN, LOAD_S_MAX = 0.5, 30.0
@@ -80,6 +83,13 @@ class LoadChoice:
     def stage_s(self, pages: int) -> float:
         """How long bringing `pages` from disk takes."""
         return pages * self._page_bytes / (self.stage_bytes_a_second or STAGE_BYTES_A_SECOND)
+
+    def lookup_deadline_s(self, tokens: int) -> float:
+        """How long a prompt waits for the answer of a look-up; others go on meanwhile."""
+        again = self.recompute_s(tokens)
+        if again is None:
+            return LOOKUP_S_MAX
+        return min(max(LOOKUP_SHARE * again, LOOKUP_S_MIN), LOOKUP_S_MAX)
 
     def stage_deadline_s(self, pages: int) -> float:
         """How long to wait for `pages` from disk: no longer than recomputing them takes."""

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvstore.engine_adapter.load_choice import LOOKUP_S_MIN
 from kvstore.engine_adapter.plan_records import Load, LoadPlan, Phase
 from kvstore.engine_adapter.transfer_plan import SKIP_BLOCK, LoadJob, PageLoad
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.plan_records import Found, RequestState, StorePort
     from kvstore.engine_adapter.transfer_plan import LoadDone
 
-LOOKUP_S_MAX = 0.020
 ASKS_MAX = 3  # look-ups of one attempt: a lost lease is looked up again
 LOST_SLOT = -1  # a page whose place is not known any more: the load of it fails
 
@@ -106,13 +106,14 @@ class LoadPlanner:
             self.ask(state)
         found = state.found
         if found is None:
-            if now - state.asked_s < LOOKUP_S_MAX:
+            if now - state.asked_s < self._choice.lookup_deadline_s(state.view.length):
                 return ASK_AGAIN
             state.reason = "the look-up took too long"
             return NOTHING
         if found.staging:
             missing = found.pages - found.ready
-            if now - state.asked_s < LOOKUP_S_MAX + self._choice.stage_deadline_s(missing):
+            wait_s = LOOKUP_S_MIN + self._choice.stage_deadline_s(missing)
+            if now - state.asked_s < wait_s:
                 return ASK_AGAIN
         return self._plan(state, found, local_tokens)
 
@@ -169,7 +170,6 @@ class LoadPlanner:
         load.reason = load.reason or done.reason
         if done.ok:
             self._choice.copied(done.bytes, done.seconds)
-        self.counters["load_bytes"] += done.bytes
         if load.ranks > 0:
             return None
         del self.loads[done.job]

@@ -142,7 +142,6 @@ class SavePlanner:
             return
         save.ranks -= 1
         save.ok = save.ok and done.ok
-        self.counters["save_bytes"] += done.bytes
         if save.ranks > 0:
             return
         self._unpin_pages(save, list(save.pinned))

@@ -27,6 +27,7 @@ from kvstore.engine_adapter.vllm_probe import (
     call_base_init,
     can_report_saves,
     rank_and_world,
+    share_logging,
 )
 from kvstore.engine_adapter.vllm_scheduler import VllmScheduler
 from kvstore.engine_adapter.vllm_settings import VllmSettings, read_settings
@@ -82,6 +83,7 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         call_base_init(self, vllm_config, role, kv_cache_config)
+        share_logging()
         self._failures: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._scheduler: VllmScheduler | None = None

@@ -6,6 +6,7 @@ Names that some releases lack have stand-ins here, so that the connector is one 
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,15 @@ class _TransferResults:
 SupportsHMA: Any = getattr(base, "SupportsHMA", _NoMixin)
 WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", _Aggregated)
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResults)
+
+
+def share_logging() -> None:
+    """Have our lines appear where vLLM's do, unless somebody has arranged for them otherwise."""
+    ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
 
 
 def vllm_version() -> str:

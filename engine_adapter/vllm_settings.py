@@ -11,6 +11,7 @@ from kvstore.errors import ConfigError
 from kvstore.server_address import parse_address
 
 SESSION_PIN_S = 600.0
+LOOKUP_S = 0.25
 
 
 class VllmSettings(BaseModel):
@@ -36,6 +37,7 @@ class VllmSettings(BaseModel):
         """For kvstore.connect.connect()."""
         named = {"host_bytes": self.host_bytes, "disk_bytes": self.disk_bytes}
         given: dict[str, Any] = {name: each for name, each in named.items() if each is not None}
+        given["lookup_deadline_s"] = LOOKUP_S  # in a thread; the planner waits less
         if self.server_uid is not None:
             given["server_uid"] = self.server_uid
         return given

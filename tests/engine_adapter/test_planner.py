@@ -1,0 +1,297 @@
+"""The planner, one story at a time; test_planner_machine.py tells them at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
+from kvstore.engine_adapter.load_planner import LOST_SLOT, Answer, Sizes
+from kvstore.engine_adapter.plan_records import Chain, Committed, Found, Policy, Room
+from kvstore.engine_adapter.planner import Planner
+from kvstore.engine_adapter.transfer_plan import (
+    SKIP_BLOCK,
+    LoadDone,
+    PageLoad,
+    SaveDone,
+    WorkerReport,
+)
+
+BLOCK, PAGE = 4, 8
+
+
+@dataclass
+class Request:
+    """Tokens 0, 1, 2, ..."""
+
+    id: str
+    length: int
+
+    def chain(self, pages: int) -> Chain:
+        assert pages * PAGE <= self.length
+        return Chain(bytes(4 * pages * PAGE), {})
+
+
+@dataclass
+class Store:
+    """Writes down what it is asked."""
+
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+    lost: bool = False
+
+    def look_up(self, ticket: int, chain: Chain) -> None:
+        self.calls.append(("look_up", ticket, len(chain.tokens) // (4 * PAGE)))
+
+    def places(self, ticket: int, start: int, stop: int) -> list[tuple[int, int]]:
+        return [] if self.lost else [(100 + page, 2) for page in range(start, stop)]
+
+    def release(self, ticket: int) -> None:
+        self.calls.append(("release", ticket))
+
+    def reserve(self, job: int, chain: Chain) -> None:
+        self.calls.append(("reserve", job, len(chain.tokens) // (4 * PAGE)))
+
+    def commit(self, job: int) -> None:
+        self.calls.append(("commit", job))
+
+    def abort(self, job: int) -> None:
+        self.calls.append(("abort", job))
+
+    def pin(self, chain: Chain, ttl_s: float) -> None:
+        self.calls.append(("pin", len(chain.tokens) // (4 * PAGE), ttl_s))
+
+
+@dataclass
+class Pool:
+    """Counts pins."""
+
+    pinned: list[int] = field(default_factory=list)
+
+    def pin(self, blocks: object) -> None:
+        self.pinned += list(blocks)  # type: ignore[call-overload]
+
+    def unpin(self, blocks: object) -> None:
+        for block in list(blocks):  # type: ignore[call-overload]
+            self.pinned.remove(block)
+
+
+def planner(*, sync: bool = False, pins: int = 100) -> tuple[Planner, Store, Pool]:
+    choice = LoadChoice(LoadMode.ALWAYS, 1 << 20, PAGE)
+    choice.copy_bytes_a_second = 1e12 if sync else 1.0
+    store, pool = Store(), Pool()
+    made = Planner(Sizes(PAGE, BLOCK, 1), store, pool, choice, pinned_blocks_max=pins)
+    return made, store, pool
+
+
+def test_a_request_is_looked_up_when_it_arrives_and_asked_again_until_the_answer() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    assert store.calls == [("look_up", 1, 2)]
+    assert made.match("a", 0, 10.0).tokens is None
+    made.event(Found(1, 2, 2), 10.0)
+    assert made.match("a", 0, 10.001) == Answer(16, is_async=True)
+
+
+def test_a_look_up_that_takes_too_long_is_a_miss_and_still_good_later() -> None:
+    made, _, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    assert made.match("a", 0, 10.0).tokens is None
+    assert made.match("a", 0, 10.09).tokens is None
+    assert made.match("a", 0, 10.11).tokens == 0
+    made.event(Found(1, 2, 2), 10.12)
+    assert made.match("a", 0, 10.13).tokens == 16
+    made.choice.prefilled(1000, 0.01)
+    made.arrive(Request("b", 20), Policy())
+    assert made.match("b", 0, 10.0).tokens is None
+    assert made.match("b", 0, 10.03).tokens == 0
+
+
+def test_a_sync_hit_leaves_a_token_to_compute_and_an_async_one_may_be_whole() -> None:
+    for sync, tokens in ((True, 12), (False, 16)):
+        made, _, _ = planner(sync=sync)
+        made.arrive(Request("a", 16), Policy())
+        made.event(Found(1, 2, 2), 0.0)
+        assert made.match("a", 0, 0.0) == Answer(tokens, is_async=not sync)
+
+
+def test_a_local_hit_in_the_middle_of_a_page_is_left_alone() -> None:
+    made, _, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    assert made.match("a", 4, 0.0).tokens == 12
+    made.allocated("a", [7, 8, 9, 10, 11], 12)
+    (job,) = made.take(0.0).loads
+    assert job.pages == (PageLoad(100, 2, (SKIP_BLOCK, 8)), PageLoad(101, 2, (9, 10)))
+
+
+def test_a_plan_that_the_scheduler_discards_gives_its_lease_back() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("a", 0, 0.0)
+    made.allocated("a", [1, 2, 3, 4, 5], 0)
+    assert ("release", 1) in store.calls
+    assert not made.take(0.0).loads
+
+
+def test_a_lease_outlives_an_abort_until_the_worker_has_answered() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("a", 0, 0.0)
+    made.allocated("a", [1, 2, 3, 4], 16)
+    (job,) = made.take(0.0).loads
+    made.finished("a", [1, 2, 3, 4], 0, well=False, now=0.0)
+    assert made.take(0.0).cancelled == (job.job,)
+    assert ("release", 1) not in store.calls
+    made.report(WorkerReport(loads=(LoadDone(job.job, "a", False),)), 0.0)
+    assert ("release", 1) in store.calls
+    assert not any(made.held().values())
+
+
+def test_after_a_failed_load_a_request_never_matches_again() -> None:
+    """Else it would load, fail and load again for ever: the store goes on saying hit."""
+    made, store, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("a", 0, 0.0)
+    made.allocated("a", [1, 2, 3, 4], 16)
+    (job,) = made.take(0.0).loads
+    made.report(WorkerReport(loads=(LoadDone(job.job, "a", False, (1, 2, 3, 4)),)), 0.0)
+    assert made.match("a", 0, 0.0) == Answer(0)
+    assert [call for call in store.calls if call[0] == "look_up"] == [("look_up", 1, 2)]
+
+
+def test_failed_loads_in_a_row_are_a_pause_for_everybody() -> None:
+    made, _, _ = planner()
+    for number in range(1, 4):
+        name = f"r{number}"
+        made.arrive(Request(name, 20), Policy())
+        made.event(Found(number, 2, 2), 0.0)
+        assert made.match(name, 0, 0.0).tokens == 16
+        made.allocated(name, [1, 2, 3, 4], 16)
+        (job,) = made.take(0.0).loads
+        made.report(WorkerReport(loads=(LoadDone(job.job, name, False),)), 0.0)
+    made.arrive(Request("late", 20), Policy())
+    made.event(Found(4, 2, 2), 0.0)
+    assert made.match("late", 0, 0.01).tokens == 0
+    assert made.match("late", 0, 5.0).tokens == 16
+
+
+def test_what_was_computed_on_a_failed_load_is_not_published() -> None:
+    made, store, pool = planner(sync=True)
+    request = Request("a", 33)
+    made.arrive(request, Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    assert made.match("a", 0, 0.0).tokens == 16
+    made.allocated("a", list(range(1, 10)), 16)
+    made.step("a", None, 16, 17, 0.0)
+    (job,) = made.take(0.0).loads
+    made.event(Room(1, 2, (0, 4096)), 0.0)
+    (save,) = made.take(0.0).saves
+    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
+    assert ("commit", 1) not in store.calls
+    made.report(WorkerReport(loads=(LoadDone(job.job, "a", False, (3,)),)), 0.0)
+    assert ("abort", 1) in store.calls
+    assert ("commit", 1) not in store.calls
+    assert not pool.pinned
+
+
+def test_a_page_is_saved_once_its_tokens_are_known_and_not_before() -> None:
+    made, store, _ = planner()
+    request = Request("a", 7)
+    made.arrive(request, Policy())
+    made.step("a", [1, 2], 0, 7, 0.0)
+    made.step("a", [1, 2, 3], 7, 4, 0.0)  # one known token and three drafts
+    assert not store.calls
+    request.length = 8
+    made.step("a", [1, 2, 3], 7, 4, 0.0)
+    assert store.calls == [("reserve", 1, 1)]
+
+
+def test_pins_stay_under_their_cap_and_the_rest_is_saved_later() -> None:
+    made, store, pool = planner(pins=2)
+    made.arrive(Request("a", 40), Policy(load=False))
+    made.step("a", list(range(1, 11)), 0, 40, 0.0)
+    assert pool.pinned == [1, 2]
+    made.event(Room(1, 0, (0,)), 0.0)
+    (save,) = made.take(0.0).saves
+    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
+    made.event(Committed(1, 1), 0.0)
+    made.step("a", None, 40, 0, 0.0)
+    assert pool.pinned == [3, 4]
+    assert store.calls[-1] == ("reserve", 2, 2)
+
+
+def test_pages_that_another_writer_has_are_asked_for_again_after_a_moment() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 8), Policy(load=False))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    made.event(Room(1, 0, (), "in progress"), 0.0)
+    made.take(0.01)
+    assert len(store.calls) == 1
+    made.take(0.06)
+    assert store.calls[-1] == ("reserve", 1, 1)
+
+
+def test_the_last_page_of_a_request_is_saved_when_it_ends() -> None:
+    made, store, pool = planner()
+    request = Request("a", 8)
+    made.arrive(request, Policy(load=False))
+    made.step("a", [1, 2], 0, 7, 0.0)
+    request.length = 9
+    made.finished("a", [1, 2, 3], 8, well=True, now=0.0)
+    assert store.calls == [("reserve", 1, 1)]
+    assert pool.pinned == [1, 2]
+    assert made.needs_steps
+
+
+def test_an_aborted_request_saves_nothing_more() -> None:
+    made, store, _ = planner()
+    request = Request("a", 9)
+    made.arrive(request, Policy(load=False))
+    made.step("a", [1, 2], 0, 7, 0.0)
+    made.finished("a", [1, 2, 3], 8, well=False, now=0.0)
+    assert not store.calls
+
+
+def test_a_reset_unpins_at_once_and_publishes_nothing_of_before() -> None:
+    made, store, pool = planner()
+    made.arrive(Request("a", 8), Policy(load=False))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    made.event(Room(1, 0, (0,)), 0.0)
+    (save,) = made.take(0.0).saves
+    made.reset(0.0)
+    assert not pool.pinned
+    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
+    assert ("abort", 1) in store.calls
+    assert ("commit", 1) not in store.calls
+
+
+def test_a_load_of_a_lost_server_that_no_worker_has_seen_fails() -> None:
+    made, _, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("a", 0, 0.0)
+    made.allocated("a", [1, 2, 3, 4], 16)
+    made.lost_store(0.0)
+    (job,) = made.take(0.0).loads
+    assert {page.slot for page in job.pages} == {LOST_SLOT}
+
+
+def test_a_request_that_may_not_store_or_load_does_neither() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 20), Policy(load=False, store=False))
+    assert made.match("a", 0, 0.0) == Answer(0)
+    made.step("a", [1, 2, 3, 4, 5], 0, 20, 0.0)
+    assert not store.calls
+
+
+def test_a_pin_follows_what_was_published() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 8), Policy(load=False, pin_ttl_s=60.0))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    made.event(Room(1, 0, (0,)), 0.0)
+    (save,) = made.take(0.0).saves
+    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
+    made.event(Committed(1, 1), 0.0)
+    assert store.calls[-1] == ("pin", 1, 60.0)
