@@ -67,7 +67,7 @@ test: $(STAMP)
 
 # Engines run in an environment of their own, tests in ours.
 test-vllm: $(STAMP) $(VLLM_NEEDS)
-	@KVSTORE_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench/test_vllm_bench.py $(PYTEST_ARGS)
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench/test_vllm_bench.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@echo '== ruff check';    $(BIN)/ruff check .

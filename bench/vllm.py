@@ -11,7 +11,7 @@ vllm_chat_over_none          8 chats of 6 turns, KV space for 2: mean TTFT over 
 vllm_chat_example_over_none  the same with vLLM's ExampleConnector: the peer, no budget
 
 Ratios are of interleaved pairs with their 90 % interval. Engines run in .venv-vllm (made by make)
-or in the Python that --python or KVSTORE_VLLM_PYTHON names.
+or in the Python that --python or TEST_VLLM_PYTHON names.
 
     python bench/vllm.py [--json] [--tiny] [--pairs 5] [--python PATH] [--model DIR] [--seed 0]
                          [--rows warm,miss,chat] [--dir DIR]
@@ -223,7 +223,7 @@ def without_store() -> dict[str, Any]:
 
 def find_python(options: argparse.Namespace) -> str:
     """The Python that has vLLM, made if need be; "" in a tiny run without one."""
-    named = options.python or os.environ.get("KVSTORE_VLLM_PYTHON", "")
+    named = options.python or os.environ.get("TEST_VLLM_PYTHON", "")
     own = ROOT / ".venv-vllm" / "bin" / "python"
     if named or own.exists():
         return named or str(own)
@@ -248,7 +248,7 @@ def main() -> None:
     options.pairs = 2 if options.tiny else options.pairs
     options.python = find_python(options)
     if not options.python:
-        print("SKIPPED: NO VLLM here; set KVSTORE_VLLM_PYTHON", file=sys.stderr)
+        print("SKIPPED: NO VLLM here; set TEST_VLLM_PYTHON", file=sys.stderr)
         print(json_line({}, options.seed, skipped="no vLLM"))
         return
     os.environ["PYTHONPATH"] = str(ROOT)

@@ -28,7 +28,7 @@ def run(directory: Path, environment: dict[str, str], *options: str) -> tuple[st
 @pytest.mark.slow
 @pytest.mark.skipif((BENCH.parents[1] / ".venv-vllm").exists(), reason="there is a vLLM")
 def test_without_vllm_the_bench_says_so_and_gives_no_number(tmp_path: Path) -> None:
-    without = {name: v for name, v in os.environ.items() if name != "KVSTORE_VLLM_PYTHON"}
+    without = {name: v for name, v in os.environ.items() if name != "TEST_VLLM_PYTHON"}
     line, said = run(tmp_path, without)
     assert "NO VLLM" in said
     assert json.loads(line)["skipped"] == "no vLLM"
@@ -38,10 +38,10 @@ def test_without_vllm_the_bench_says_so_and_gives_no_number(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not os.environ.get("KVSTORE_VLLM_PYTHON"), reason="NO VLLM: make test-vllm")
+@pytest.mark.skipif(not os.environ.get("TEST_VLLM_PYTHON"), reason="NO VLLM: make test-vllm")
 def test_vllm_bench_prints_one_line_with_its_rows(tmp_path: Path) -> None:
     more = (
-        ["--model", os.environ["KVSTORE_VLLM_MODEL"]] if "KVSTORE_VLLM_MODEL" in os.environ else []
+        ["--model", os.environ["TEST_VLLM_MODEL"]] if "TEST_VLLM_MODEL" in os.environ else []
     )
     line, _ = run(tmp_path, dict(os.environ), *more)
     results = json.loads(line)

@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests, in the Python that KVSTORE_VLLM_PYTHON names (make test-vllm)."""
+"""Real vLLM engines for tests, in the Python that TEST_VLLM_PYTHON names (make test-vllm)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get("KVSTORE_VLLM_PYTHON", "")
-MODEL = Path(os.environ.get("KVSTORE_VLLM_MODEL", ROOT / ".demo" / "model"))
+PYTHON = os.environ.get("TEST_VLLM_PYTHON", "")
+MODEL = Path(os.environ.get("TEST_VLLM_MODEL", ROOT / ".demo" / "model"))
 # The full counts take hours on a busy machine.
-PROMPTS = int(os.environ.get("KVSTORE_VLLM_PROMPTS", "100"))
-ABORTS = int(os.environ.get("KVSTORE_VLLM_ABORTS", "1000"))
+PROMPTS = int(os.environ.get("TEST_VLLM_PROMPTS", "100"))
+ABORTS = int(os.environ.get("TEST_VLLM_ABORTS", "1000"))
 BLOCK = 128
 CLEAR_MARGIN = 0.25  # of log probability; below it, rounding may choose the other token
 SERVER_FLAGS = ("--host-bytes=768MiB", "--disk-bytes=2GiB")
 
 needs_vllm = pytest.mark.skipif(
-    not PYTHON, reason="NO VLLM: set KVSTORE_VLLM_PYTHON, or run make test-vllm"
+    not PYTHON, reason="NO VLLM: set TEST_VLLM_PYTHON, or run make test-vllm"
 )
 
 
