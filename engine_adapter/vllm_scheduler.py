@@ -193,7 +193,9 @@ class VllmScheduler:
         """What the workers did."""
         self._follow()
         self._attached.update(report.attached_epoch)
-        self._add(**report.counters)
+        # A rank's failures are its jobs', which the planner counts once for all ranks.
+        own = {"loads_failed", "saves_failed"}
+        self._add(**{name: each for name, each in report.counters.items() if name not in own})
         self.planner.report(report, time.monotonic())
 
     def finished(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
