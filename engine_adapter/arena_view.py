@@ -12,8 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.shared_memory import Attachment, SharedMemoryError, attach
-from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
+from kvstore.shared_memory import Attachment, SharedMemoryError, attach, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,8 +71,8 @@ class ArenaView:
     @contextlib.contextmanager
     def page(self, epoch: int, slot: int, generation: int, size: int) -> Iterator[memoryview]:
         """A page's bytes to copy; NotThere on leaving if they were not that page's all the time."""
-        extent = self._extent(epoch, slot >> SLOT_INDEX_BITS)
-        index = slot & SLOT_INDEX_MASK
+        container, index = place_of(slot)
+        extent = self._extent(epoch, container)
         generations = extent.generations  # keeps the extent mapped
         try:
             if generation % 2 or int(generations[index]) != generation:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvstore.server_config import ServerConfig
     from kvstore.server_session import ServerSession
     from kvstore.tiers.extent import ExtentRecord
+    from kvstore.tiers.file_layer import FileLayer
     from kvstore.tiers.host_tier import Staging
 
 SWITCH_INTERVAL_S = 2e-4  # how long a thread may keep the interpreter while another wants it
@@ -75,9 +76,10 @@ class Server:
         *,
         authorizer: Authorizer | None = None,
         credentials: grpc.ServerCredentials | None = None,
+        files: FileLayer | None = None,
     ) -> None:
         """security: what `config` says about it, if that was looked at already. authorizer,
-        credentials: who may call, and TLS, instead of what the settings say.
+        credentials: who may call, and TLS, instead of what the settings say. files: see Store.open.
 
         Raises ConfigError, DirectoryError or CapacityError when it can't serve.
         """
@@ -87,7 +89,7 @@ class Server:
         assert config.directory is not None
         self.config = config
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.store = Store.open(wait_warm=False, **config.store_config().model_dump())
+        self.store = Store.open(wait_warm=False, files=files, **config.store_config().model_dump())
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
         self._staging = StagingPool(config.staging_bytes)
         self.registry = SessionRegistry(self.store, self._staging, sessions_max=config.sessions_max)

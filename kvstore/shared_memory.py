@@ -37,6 +37,7 @@ from kvstore.tiers.extent import (
     header_bytes,
     prefault,
 )
+from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -281,6 +282,11 @@ def attach(
     except BaseException:
         connection.close()
         raise
+
+
+def place_of(slot: int) -> tuple[int, int]:
+    """The extent of a slot, by its container id, and the index in it."""
+    return slot >> SLOT_INDEX_BITS, slot & SLOT_INDEX_MASK
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -39,7 +39,8 @@ def room(ours: str = "", third_party: str = "") -> Room:
 ROOMS = {
     "engine_adapter": room(  # rich is for the demo
         "kvstore kernels",
-        "numpy torch vllm pydantic huggingface_hub transformers tokenizers safetensors gguf accelerate rich",
+        "numpy torch vllm pydantic huggingface_hub transformers tokenizers safetensors gguf "
+        "accelerate rich",
     ),
     "kvstore": room(
         "prefix_index tiers",
@@ -60,6 +61,8 @@ ENTRY_POINTS = {
     "kvstore.cli",
     "kvstore.engine_adapter.demo",
     "kvstore.engine_adapter.demo_service",
+    "kvstore.engine_adapter.demo_vllm",
+    "kvstore.engine_adapter.demo_vllm_worker",
     "kvstore.engine_adapter.vllm_connector",  # both are named to vLLM
     "kvstore.engine_adapter.vllm_plugin",
 }

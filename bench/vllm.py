@@ -1,0 +1,279 @@
+"""vLLM with the store against vLLM without: first tokens, misses, chats that do not fit.
+
+vllm_warm_over_cold          3,000-token prompt that an earlier engine stored, in an engine that has
+                             never seen it: its TTFT over that of computing one; budget <= 0.12
+vllm_warm_over_apc           the same over a hit in vLLM's own prefix cache; budget <= 1.3
+vllm_miss_throughput_ratio   prompts that nobody has stored, all saved: tokens a second over those
+                             of an engine without connector; budget >= 0.97
+vllm_miss_cpu_ratio          CPU seconds of it, server included, over the same; budget <= 1.03
+vllm_chat_over_none          8 chats of 6 turns, KV space for 2: mean TTFT over an engine without
+                             connector; budget <= 0.5
+vllm_chat_example_over_none  the same with vLLM's ExampleConnector: the peer, no budget
+
+Ratios are of interleaved pairs with their 90 % interval. Engines run in .venv-vllm (made by make)
+or in the Python that --python or KVSTORE_VLLM_PYTHON names.
+
+    python bench/vllm.py [--json] [--tiny] [--pairs 5] [--python PATH] [--model DIR] [--seed 0]
+                         [--rows warm,miss,chat] [--dir DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from paired import PairedRatio, json_line, machine, paired_ratio
+
+from kvstore.client import ServerUnavailable
+from kvstore.connect import connect
+from kvstore.engine_adapter.demo_vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = 128
+SETTLE_S_MAX = 120.0
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+BUDGETS: dict[str, tuple[float, bool] | None] = {
+    "vllm_warm_over_cold": (0.12, False),
+    "vllm_warm_over_apc": (1.3, False),
+    "vllm_miss_throughput_ratio": (0.97, True),
+    "vllm_miss_cpu_ratio": (1.03, False),
+    "vllm_chat_over_none": (0.5, False),
+    "vllm_chat_example_over_none": None,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    prompt_tokens: int = 3000
+    batch: int = 4
+    batch_tokens: int = 1000
+    chats: int = 8
+    turns: int = 6
+    turn_tokens: int = 300
+    answer_tokens: int = 16
+
+
+TINY = Size(2 * BLOCK + 10, 2, BLOCK + 10, 2, 2, BLOCK, 2)
+
+
+class Bench:
+    """Engines, prompts, and where they keep things."""
+
+    def __init__(self, folder: Path, log: TextIO, options: argparse.Namespace) -> None:
+        self.folder = folder
+        self.log = log
+        self.options = options
+        self.size = TINY if options.tiny else Size()
+        self.rng = np.random.default_rng(options.seed)
+
+    def measure(self) -> dict[str, PairedRatio]:
+        """The rows that are wanted."""
+        found: dict[str, PairedRatio] = {}
+        for name in self.options.rows.split(","):
+            found |= {"warm": self.warm, "miss": self.miss, "chat": self.chat}[name]()
+        return found
+
+    def warm(self) -> dict[str, PairedRatio]:
+        """One engine stores, a fresh one is asked: something unknown, something stored, again."""
+        store, pairs = self.folder / "warm", self.options.pairs
+        stored = [self._prompt(self.size.prompt_tokens) for _ in range(pairs)]
+        with self._engine(store) as first:
+            for tokens in stored:
+                first.run([{"tokens": tokens}])
+            self._settle(store)
+        cold, warm, own = [], [], []
+        with self._engine(store) as engine:
+            for tokens in [self._prompt(self.size.prompt_tokens), *stored]:
+                unknown = self._prompt(self.size.prompt_tokens)
+                cold.append(self._ttft(engine, unknown, params=without_store()))
+                warm.append(self._ttft(engine, tokens))
+                own.append(self._ttft(engine, tokens, params=without_store()))
+        # The first round warmed the engine up, and its "stored" prompt was none.
+        return {
+            "vllm_warm_over_cold": paired_ratio(warm[1:], cold[1:]),
+            "vllm_warm_over_apc": paired_ratio(warm[1:], own[1:]),
+        }
+
+    def miss(self) -> dict[str, PairedRatio]:
+        """The same kind of work by turns in two engines."""
+        store, size = self.folder / "miss", self.size
+        seconds: dict[str, list[float]] = {"with": [], "without": []}
+        cpu: dict[str, list[float]] = {"with": [], "without": []}
+        with self._engine(store) as ours, self._engine(None) as plain:
+            for number in range(self.options.pairs + 1):
+                order = [("with", ours), ("without", plain)]
+                for name, engine in order if number % 2 else order[::-1]:
+                    requests = [
+                        {"tokens": self._prompt(size.batch_tokens), "max_tokens": 8}
+                        for _ in range(size.batch)
+                    ]
+                    before, begun_s = engine.cpu_seconds(), time.perf_counter()
+                    engine.run(requests)
+                    seconds[name].append(time.perf_counter() - begun_s)
+                    if name == "with":
+                        self._settle(store)
+                    cpu[name].append(engine.cpu_seconds() - before)
+        return {
+            "vllm_miss_throughput_ratio": paired_ratio(seconds["without"][1:], seconds["with"][1:]),
+            "vllm_miss_cpu_ratio": paired_ratio(cpu["with"][1:], cpu["without"][1:]),
+        }
+
+    def chat(self) -> dict[str, PairedRatio]:
+        """Each chat's turns come after all the others': vLLM alone has forgotten it by then."""
+        size = self.size
+        longest = size.turns * (size.turn_tokens + size.answer_tokens)
+        blocks = {"num_gpu_blocks_override": 2 * (-(-longest // BLOCK) + 1) + 1}
+        example = {
+            "kv_transfer_config": {
+                **EXAMPLE,
+                "kv_connector_extra_config": {"shared_storage_path": str(self.folder / "example")},
+            }
+        }
+        turns = [
+            [self._prompt(size.turn_tokens) for _ in range(size.turns)] for _ in range(size.chats)
+        ]
+        none = self._chats(None, turns, **blocks)
+        ours = self._chats(self.folder / "chat", turns, **blocks)
+        rows = {"vllm_chat_over_none": paired_ratio(ours, none)}
+        with contextlib.suppress(RuntimeError):
+            peer = self._chats(None, turns, **blocks, **example)
+            rows["vllm_chat_example_over_none"] = paired_ratio(peer, none)
+        return rows
+
+    def _chats(
+        self, store: Path | None, turns: list[list[list[int]]], **engine: Any
+    ) -> list[float]:
+        """Mean TTFT of each turn over the chats, from the second turn on."""
+        means = []
+        with self._engine(store, **engine) as running:
+            histories: list[list[int]] = [[] for _ in turns]
+            for turn in range(self.size.turns):
+                found = []
+                for number, chat in enumerate(turns):
+                    histories[number] += chat[turn]
+                    request = {
+                        "tokens": histories[number],
+                        "max_tokens": self.size.answer_tokens,
+                    }
+                    [answer] = running.run([request])
+                    histories[number] += answer["tokens"]
+                    found.append(answer["ttft_s"])
+                if turn:
+                    means.append(sum(found) / len(found))
+        return means
+
+    @contextlib.contextmanager
+    def _engine(self, store: Path | None, **engine: Any) -> Iterator[VllmEngine]:
+        extra = None
+        if store is not None:
+            extra = {
+                "store": str(store),
+                "load": "always",
+                "host_bytes": "2GiB",
+                "disk_bytes": "4GiB",
+            }
+        with VllmEngine(
+            self.options.model, self.log, extra_config=extra, python=self.options.python, **engine
+        ) as made:
+            made.wait_ready()
+            yield made
+
+    def _ttft(self, engine: VllmEngine, tokens: list[int], **more: Any) -> float:
+        [answer] = engine.run([{"tokens": tokens, **more}])
+        return float(answer["ttft_s"])
+
+    def _prompt(self, tokens: int) -> list[int]:
+        found: list[int] = self.rng.integers(1000, 40_000, tokens).tolist()
+        return found
+
+    def _settle(self, store: Path) -> None:
+        """Until all that was saved is on disk, and for a moment nothing more has come."""
+        deadline, seen = time.monotonic() + SETTLE_S_MAX, (-1, 0.0)
+        with connect(store, open_wait_s=0.0) as client:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(ServerUnavailable):
+                    found = client.stats().to_dict()
+                    now = time.monotonic()
+                    if found["pages"] != seen[0] or found["dirty_bytes"]:
+                        seen = found["pages"], now
+                    elif now - seen[1] > 0.5 and found["pages"]:
+                        return
+                time.sleep(0.1)
+
+
+def without_store() -> dict[str, Any]:
+    """A request that neither loads nor saves."""
+    return {"kvstore": {"load": False, "store": False}}
+
+
+def find_python(options: argparse.Namespace) -> str:
+    """The Python that has vLLM, made if need be; "" in a tiny run without one."""
+    named = options.python or os.environ.get("KVSTORE_VLLM_PYTHON", "")
+    own = ROOT / ".venv-vllm" / "bin" / "python"
+    if named or own.exists():
+        return named or str(own)
+    if options.tiny:
+        return ""
+    subprocess.run(["make", "-C", str(ROOT), "venv-vllm"], check=True, stdout=sys.stderr)
+    return str(own)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--tiny", action="store_true", help="small and short: a test of the bench")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--python", default="", help="a Python that has vLLM")
+    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "model")
+    parser.add_argument("--rows", default="warm,miss,chat")
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the stores are made")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.pairs = 2 if options.tiny else options.pairs
+    options.python = find_python(options)
+    if not options.python:
+        print("SKIPPED: NO VLLM here; set KVSTORE_VLLM_PYTHON", file=sys.stderr)
+        print(json_line({}, options.seed, skipped="no vLLM"))
+        return
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with (
+        tempfile.TemporaryDirectory(prefix="vllm-", dir=options.dir) as folder,
+        open(Path(folder) / "engines.log", "w+", encoding="utf-8") as log,
+    ):
+        try:
+            results = Bench(Path(folder), log, options).measure()
+        except Exception:
+            log.seek(0)
+            sys.stderr.writelines(log.readlines()[-30:])
+            raise
+    if options.json:
+        print(json_line(results, options.seed))
+        return
+    print(f"{machine()}; seed {options.seed}")
+    for key, ratio in results.items():
+        budget = BUDGETS[key]
+        verdict = "no budget"
+        if budget is not None:
+            sign = ">=" if budget[1] else "<="
+            verdict = f"budget {sign} {budget[0]}: " + ratio.verdict(budget[0], at_least=budget[1])
+        print(f"{key:28} {ratio.median:7.3f}  90 % [{ratio.low:.3f}, {ratio.high:.3f}], {verdict}")
+
+
+if __name__ == "__main__":
+    main()
