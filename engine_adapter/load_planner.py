@@ -197,7 +197,9 @@ class LoadPlanner:
 
     def restart(self, state: RequestState) -> None:
         """The request was preempted: a new attempt, from the beginning."""
-        if not state.job:
+        if state.job:  # its lease is the load's until the workers have answered
+            state.job, state.ticket, state.found = 0, 0, None
+        else:
             self.release(state)
         state.phase = Phase.WAITING
         state.plan, state.asks, state.asked_s = None, 0, -1.0

@@ -97,14 +97,14 @@ class VllmScheduler:
             pinned_blocks_max=max(page_blocks, int(kv_cache_config.num_blocks * PINNED_SHARE_MAX)),
         )
         self._epoch = 0  # of the session that plans are made for
-        self._granted_s = 0.0
+        self._epoch_s = self._asked_grant_s = 0.0
         self._attached: dict[int, int] = {}  # rank -> epoch
         self._marks: dict[str, str] = {}
         self._adapters: dict[str, str] = {}  # path -> digest; "" while it is read
         self._off = ""
         self._spec_known = threading.Event()
         self._store: Any = None
-        self._last_scheduled = 0
+        self._last_scheduled, self._has_waited = 0, False
         self._requests: dict[str, Any] = {}
         self._prefills: dict[str, tuple[float, int, int]] = {}
         self._admitted: set[str] = set()  # since the last step: what was preempted came back
@@ -138,7 +138,8 @@ class VllmScheduler:
         if not self.planner.knows(name):
             self._arrive(request)
         answer = self._answer(name, local_tokens)
-        if answer[0] is None and not self._last_scheduled:
+        if answer[0] is None and not self._last_scheduled and not self._has_waited:
+            self._has_waited = True  # once a step, however many requests wait
             waited_s = time.monotonic() - self._waiting_s.setdefault(name, time.monotonic())
             self.lookups.wait(LONG_IDLE_WAIT_S if waited_s > LONG_S else IDLE_WAIT_S)
             self._follow()
@@ -169,7 +170,7 @@ class VllmScheduler:
         self._follow()
         now = time.monotonic()
         self._measure([*self._prefills], now)
-        self._last_scheduled = scheduled
+        self._last_scheduled, self._has_waited = scheduled, False
         for name in set(getattr(output, "preempted_req_ids", None) or ()) - self._admitted:
             self._prefills.pop(name, None)
             self.planner.preempted(name)
@@ -180,8 +181,6 @@ class VllmScheduler:
             self.planner.step(name, blocks, computed, count, now)
         jobs = self.planner.take(now)
         grant = self.lookups.take_grant()
-        if grant is not None and grant.epoch == self._epoch:
-            self._granted_s = now
         return StepPlan(self._epoch, grant, jobs.loads, jobs.saves, jobs.cancelled)
 
     def bare_plan(self) -> StepPlan:
@@ -193,7 +192,9 @@ class VllmScheduler:
         """What the workers did."""
         self._follow()
         self._attached.update(report.attached_epoch)
-        self._add(**report.counters)
+        # A rank's failures are its jobs', which the planner counts once for all ranks.
+        own = {"loads_failed", "saves_failed"}
+        self._add(**{name: each for name, each in report.counters.items() if name not in own})
         self.planner.report(report, time.monotonic())
 
     def finished(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
@@ -224,9 +225,7 @@ class VllmScheduler:
 
     def needs_steps(self) -> bool:
         """Whether an idle engine must go on stepping."""
-        attaching = self._epoch and not self._is_attached()
-        hopeful = time.monotonic() - self._granted_s < ATTACH_S_MAX if self._granted_s else True
-        return self.planner.needs_steps or bool(attaching and hopeful)
+        return self.planner.needs_steps or self._is_attaching(time.monotonic())
 
     def frees_soon(self) -> bool:
         """Whether pinned blocks come back within a moment."""
@@ -305,12 +304,17 @@ class VllmScheduler:
         if epoch != self._epoch:
             if self._epoch:
                 self.planner.lost_store(now)
-            self._epoch, self._granted_s = epoch, 0.0
-        if epoch and not self._is_attached():
+            self._epoch, self._epoch_s, self._asked_grant_s = epoch, now, -ATTACH_WAIT_S
+        if epoch and not self._is_attached() and now - self._asked_grant_s >= ATTACH_WAIT_S:
+            self._asked_grant_s = now
             self.lookups.ask_grant(self._ranks)
         for event in self.lookups.drain(epoch):
             self.planner.event(event, now)
         self.planner.published.clear()
+
+    def _is_attaching(self, now: float) -> bool:
+        """Whether the workers are about to attach to the memory of a session that has begun."""
+        return bool(self._epoch) and not self._is_attached() and now - self._epoch_s < ATTACH_S_MAX
 
     def _is_attached(self) -> bool:
         return bool(self._epoch) and all(
@@ -323,7 +327,8 @@ class VllmScheduler:
             return 0, False
         if not self._is_attached():
             begin_s = self._waiting_s.setdefault(name, now)
-            return (None if now - begin_s < ATTACH_WAIT_S else 0), False
+            hopeful = self._is_attaching(now) and now - begin_s < ATTACH_WAIT_S
+            return (None if hopeful else 0), False
         answer = self.planner.match(name, local_tokens, now)
         return answer.tokens, answer.is_async
 

@@ -74,11 +74,11 @@ class Pool:
             self.pinned.remove(block)
 
 
-def planner(*, sync: bool = False, pins: int = 100) -> tuple[Planner, Store, Pool]:
+def planner(*, sync: bool = False, pins: int = 100, ranks: int = 1) -> tuple[Planner, Store, Pool]:
     choice = LoadChoice(LoadMode.ALWAYS, 1 << 20, PAGE)
     choice.copy_bytes_a_second = 1e12 if sync else 1.0
     store, pool = Store(), Pool()
-    made = Planner(Sizes(PAGE, BLOCK, 1), store, pool, choice, pinned_blocks_max=pins)
+    made = Planner(Sizes(PAGE, BLOCK, ranks), store, pool, choice, pinned_blocks_max=pins)
     return made, store, pool
 
 
@@ -295,3 +295,90 @@ def test_a_pin_follows_what_was_published() -> None:
     made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
     made.event(Committed(1, 1), 0.0)
     assert store.calls[-1] == ("pin", 1, 60.0)
+
+
+def saved(made: Planner, job: int, start: int, pages: int) -> None:
+    """Room, copies and commit of a save."""
+    made.event(Room(job, start, tuple(range(pages))), 0.0)
+    (save,) = made.take(0.0).saves
+    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
+    made.event(Committed(job, pages), 0.0)
+
+
+def test_pages_that_were_taken_back_are_saved_anew() -> None:
+    """A stream that was shortened goes on with other tokens; so does a failed load's request."""
+    made, store, _ = planner()
+    made.arrive(Request("a", 16), Policy(load=False))
+    made.step("a", [1, 2, 3, 4], 0, 16, 0.0)
+    saved(made, 1, 0, 2)
+    made.step("a", [1, 2, 3, 4], 12, 4, 0.0)
+    assert store.calls[-1] == ("reserve", 2, 2)
+
+
+def test_an_evicted_parent_is_saved_from_the_table_that_still_has_it() -> None:
+    made, _, pool = planner()
+    request = Request("a", 8)
+    made.arrive(request, Policy(load=False))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    saved(made, 1, 0, 1)
+    request.length = 16
+    made.step("a", [1, 2, 3, 4], 8, 8, 0.0)
+    made.event(Room(2, 0, (0, 1)), 0.0)
+    (save,) = made.take(0.0).saves
+    assert [page.blocks for page in save.pages] == [(1, 2), (3, 4)]
+    assert sorted(pool.pinned) == [1, 2, 3, 4]
+
+
+def test_an_evicted_parent_of_a_request_that_lost_its_blocks_ends_the_save() -> None:
+    made, store, pool = planner()
+    request = Request("a", 8)
+    made.arrive(request, Policy(load=False))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    saved(made, 1, 0, 1)
+    request.length = 16
+    made.step("a", [1, 2, 3, 4], 8, 8, 0.0)
+    made.preempted("a")
+    made.allocated("a", [5, 6, 7, 8], 0)
+    made.event(Room(2, 0, (0, 1)), 0.0)
+    assert ("abort", 2) in store.calls
+    assert not made.take(0.0).saves
+    assert not pool.pinned
+
+
+def test_a_page_is_published_when_all_ranks_have_written_it_and_never_if_one_failed() -> None:
+    for ok in (True, False):
+        made, store, pool = planner(ranks=2)
+        made.arrive(Request("a", 8), Policy(load=False))
+        made.step("a", [1, 2], 0, 8, 0.0)
+        made.event(Room(1, 0, (0,)), 0.0)
+        made.take(0.0)
+        made.report(WorkerReport(saves=(SaveDone(1, ok),)), 0.0)
+        assert pool.pinned == [1, 2]
+        assert store.calls[-1][0] == "reserve"
+        made.report(WorkerReport(saves=(SaveDone(1, True),)), 0.0)
+        assert store.calls[-1] == ("commit" if ok else "abort", 1)
+        assert not pool.pinned
+
+
+def test_a_reset_while_room_is_made_gives_the_room_back() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 8), Policy(load=False))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    made.reset(0.0)
+    made.event(Room(1, 0, (0,)), 0.0)
+    assert store.calls[-1] == ("abort", 1)
+    assert not made.held()["saves"]
+
+
+def test_a_preemption_in_the_step_of_a_sync_load_keeps_the_lease() -> None:
+    made, store, _ = planner(sync=True)
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("a", 0, 0.0)
+    made.allocated("a", [1, 2, 3, 4, 5], 16)
+    (job,) = made.take(0.0).loads
+    made.preempted("a")
+    assert ("release", 1) not in store.calls
+    made.report(WorkerReport(loads=(LoadDone(job.job, "a", True),)), 0.0)
+    assert ("release", 1) in store.calls
+    made.check()

@@ -485,7 +485,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for page in copying.job.pages:
                 assert page.offset in self.store.staged, "memory that was given back"
                 flat = [kv for block in page.blocks for kv in self.pool.content[block]]
-                self.store.staged[page.offset] = flat
+                self.store.staged[page.offset] = [NO_KV] * PAGE if fail else flat
         done = SaveDone(copying.job.job, ok=not (fail and copying.left == 0))
         self.planner.report(WorkerReport(saves=(done,)), self.now)
 
