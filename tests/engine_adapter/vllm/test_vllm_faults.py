@@ -42,7 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def running(server: ServerProcess) -> Iterator[VllmEngine]:
     """The engine of all tests here."""
     log = server.directory.with_name("engine.log")
-    with engine(server.address, log, num_gpu_blocks_override=64) as made:
+    # A tenth may be pinned for saves: a whole long prompt, so that all of it is saved.
+    with engine(server.address, log, num_gpu_blocks_override=160) as made:
         yield made
 
 
