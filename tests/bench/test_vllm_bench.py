@@ -40,9 +40,7 @@ def test_without_vllm_the_bench_says_so_and_gives_no_number(tmp_path: Path) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not os.environ.get("TEST_VLLM_PYTHON"), reason="NO VLLM: make test-vllm")
 def test_vllm_bench_prints_one_line_with_its_rows(tmp_path: Path) -> None:
-    more = (
-        ["--model", os.environ["TEST_VLLM_MODEL"]] if "TEST_VLLM_MODEL" in os.environ else []
-    )
+    more = ["--model", os.environ["TEST_VLLM_MODEL"]] if "TEST_VLLM_MODEL" in os.environ else []
     line, _ = run(tmp_path, dict(os.environ), *more)
     results = json.loads(line)
     assert all(results[key] > 0 for key in KEYS)
