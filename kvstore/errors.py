@@ -6,6 +6,8 @@
       InvalidRequest   the arguments of one call cannot be served (names, tokens, sizes)
       CapacityError    more bytes asked than the machine or the tier has
       DirectoryError   the store directory cannot be used: in use, foreign, newer, network mount
+      AccessDenied     a server does not let this credential do that
+      ServerUnavailable  an operator's call got no answer; engines' calls are misses then
       ClosedError      the store, session or hit was closed before the call
       SharedMemoryError (shared_memory.py)  a server's memory can't be attached or is gone
 
@@ -15,12 +17,14 @@ Messages say field, value and bound, and the way out. They never hold secrets or
 from __future__ import annotations
 
 __all__ = [
+    "AccessDenied",
     "CapacityError",
     "ClosedError",
     "ConfigError",
     "DirectoryError",
     "InvalidRequest",
     "KVStoreError",
+    "ServerUnavailable",
     "SpecError",
 ]
 
@@ -47,6 +51,14 @@ class CapacityError(KVStoreError):
 
 class DirectoryError(KVStoreError):
     """The store directory cannot be used; the message says by whom or why, and what to do."""
+
+
+class AccessDenied(KVStoreError, PermissionError):
+    """A server knows no such credential, or its role may not do that; the message says which."""
+
+
+class ServerUnavailable(KVStoreError):
+    """An operator's call got no answer; the message says why. Engines never see it."""
 
 
 class ClosedError(KVStoreError):

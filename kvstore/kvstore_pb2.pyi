@@ -126,16 +126,18 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras", "deadline_s")
+    __slots__ = ("session", "tokens", "extras", "deadline_s", "after_match")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
     deadline_s: float
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    after_match: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., deadline_s: _Optional[float] = ..., after_match: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "start", "count", "reason", "staging_offsets")
@@ -200,16 +202,18 @@ class FlushReply(_message.Message):
     def __init__(self, done: bool = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras", "ttl_s")
+    __slots__ = ("session", "tokens", "extras", "ttl_s", "after_match")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
     ttl_s: float
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    after_match: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., ttl_s: _Optional[float] = ..., after_match: _Optional[int] = ...) -> None: ...
 
 class PinReply(_message.Message):
     __slots__ = ("pages",)
@@ -218,14 +222,16 @@ class PinReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras")
+    __slots__ = ("session", "tokens", "extras", "after_match")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
+    after_match: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., after_match: _Optional[int] = ...) -> None: ...
 
 class UnpinReply(_message.Message):
     __slots__ = ("pages",)
@@ -234,7 +240,7 @@ class UnpinReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned")
+    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +251,7 @@ class EvictRequest(_message.Message):
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_PINNED_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     namespace_prefix: bytes
     tokens: bytes
@@ -255,7 +262,8 @@ class EvictRequest(_message.Message):
     everything: bool
     dry_run: bool
     include_pinned: bool
-    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ...) -> None: ...
+    extras: Extras
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
 
 class EvictReply(_message.Message):
     __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run")
@@ -282,20 +290,24 @@ class ListRequest(_message.Message):
     def __init__(self, limit: _Optional[int] = ..., sort: _Optional[str] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("chain",)
+    __slots__ = ("chain", "several")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     chain: str
-    def __init__(self, chain: _Optional[str] = ...) -> None: ...
+    several: bool
+    def __init__(self, chain: _Optional[str] = ..., several: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("tokens", "namespace_prefix", "tenant")
+    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     namespace_prefix: bytes
     tenant: str
-    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
+    extras: Extras
+    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -314,16 +326,18 @@ class WatchRequest(_message.Message):
     def __init__(self, after_sequence: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("sequence", "kind", "medium", "keys")
+    __slots__ = ("sequence", "kind", "medium", "keys", "tenant")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     kind: str
     medium: str
     keys: bytes
-    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[str] = ..., medium: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[str] = ..., medium: _Optional[str] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ReadPagesHeader(_message.Message):
     __slots__ = ("session", "match", "start", "stop")

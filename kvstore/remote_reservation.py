@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.client_link import UNREACHABLE
 from kvstore.errors import InvalidRequest
 from kvstore.kvstore_pb2 import AbortRequest, CommitRequest, ReserveReply, WritePagesHeader
 from kvstore.request import checked_deadline
@@ -32,7 +33,6 @@ COMMIT_DEADLINE_S_MAX = 55.0
 COMMIT_MARGIN_S = 2.0  # for the server's copy of the pages, and for the answer to get here
 STREAM_BYTES_A_SECOND_MIN = 50e6
 CALL_S_MAX = 60.0
-UNREACHABLE = "unreachable"
 
 
 class RemoteReservation:

@@ -14,17 +14,17 @@ import numpy as np
 
 from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.prefix_index.page_table import HELD
-from kvstore.request import checked_tokens
+from kvstore.request import checked_extras, checked_tokens
 from kvstore.state import NO_PAGE
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
-    from kvstore.request import Tokens
+    from kvstore.request import Extras, Tokens
     from kvstore.state import StoreState
 
 # Pages removed while the lock is held once: look-ups go on in between.
@@ -39,6 +39,7 @@ class Selection:
     tenant: str | None = None
     namespace: bytes | None = None  # 16 bytes, or a prefix of them
     prefix: Tokens | None = None  # pages of prompts that begin with these tokens
+    extras: Extras | None = None  # of the pages in `prefix`
     root: bytes | None = None
     writer: str | None = None
     unused_for_s: float | None = None  # not asked for in so many seconds
@@ -58,7 +59,9 @@ class Selection:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise InvalidRequest(f"evict: {name} is {value!r}; seconds >= 0 are needed")
-        fields = [name for name in self.__dataclass_fields__ if name != "everything"]
+        if self.extras and self.prefix is None:
+            raise InvalidRequest("evict: extras are those of a prefix, and there is none")
+        fields = set(self.__dataclass_fields__) - {"everything", "extras"}
         if not self.everything and all(getattr(self, name) is None for name in fields):
             raise InvalidRequest(
                 "evict: name a prefix, tenant, namespace, writer or age, or say everything"
@@ -81,9 +84,10 @@ def select(state: StoreState, selection: Selection) -> NDArray[np.int32]:
     """Pages that a selection names, each with all below it; parents before children."""
     state.require_open()
     if selection.prefix is not None:
-        chosen = _by_prefix(state, selection)
+        tops = _by_prefix(state, selection)
     else:
-        chosen = _by_columns(state, selection)
+        tops = [top for root in _roots(state, selection) for top in state.root_pages(root)]
+    chosen = _by_columns(state, selection, tops)
     seen: dict[int, None] = {}
     for page in chosen:
         if page not in seen:
@@ -138,7 +142,7 @@ def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
     tokens = checked_tokens(selection.prefix)
     page_bytes = 4 * state.trees[selection.root].page_tokens
     whole = len(tokens) // page_bytes
-    found = state.index.match(selection.root, tokens, None)
+    found = state.index.match(selection.root, tokens, checked_extras(selection.extras))
     if len(found) < whole:
         return []
     rest = tokens[whole * page_bytes :]
@@ -149,9 +153,7 @@ def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
     return [page for page in below if state.index.tokens_of(page).startswith(rest)]
 
 
-def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
-    table = state.index.table
-    pages: list[int] = []
+def _roots(state: StoreState, selection: Selection) -> Iterator[bytes]:
     for root, info in state.trees.items():
         if selection.root is not None and root != selection.root:
             continue
@@ -160,8 +162,13 @@ def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
         namespace = selection.namespace
         if namespace is not None and not info.namespace.startswith(namespace):
             continue
-        for top in state.root_pages(root):
-            pages.extend(state.index.subtree(top).tolist())
+        yield root
+
+
+def _by_columns(state: StoreState, selection: Selection, tops: Iterable[int]) -> list[int]:
+    """Those of the pages `tops` and all below them that writer and age fit."""
+    table = state.index.table
+    pages = [page for top in tops for page in state.index.subtree(top).tolist()]
     chosen = np.array(pages, dtype=np.int32)
     if selection.writer is not None:
         names = np.array([name == selection.writer for name in state.writers])

@@ -5,6 +5,7 @@ Everything behind this module may rely on int32 tokens in [0, 2^31) and bounded 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -60,6 +61,20 @@ def checked_extras(extras: Extras | None) -> dict[int, bytes]:
         return dict(page_extras(extras))
     except ValueError as exc:
         raise InvalidRequest(f"extras: {exc}") from exc
+
+
+def checked_chain_id(digits: str) -> str:
+    """The beginning of a page's id in lower case; raises InvalidRequest."""
+    if not isinstance(digits, str) or not re.fullmatch(r"[0-9a-fA-F]{1,32}", digits):
+        raise InvalidRequest(f"chain {digits!r:.60}: 1 to 32 hex digits are needed")
+    return digits.lower()
+
+
+def checked_sequence(number: int) -> int:
+    """The number of an event, or 0; raises InvalidRequest."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 64:
+        raise InvalidRequest(f"after_sequence: {number!r:.60} given; an event's number, or 0")
+    return number
 
 
 def checked_deadline(deadline_s: float) -> float:

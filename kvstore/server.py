@@ -36,7 +36,14 @@ from kvstore.staging_pool import StagingPool
 from kvstore.store import Store
 from kvstore.watchdog import Pulse, Tick, Watchdog, lock_is_free, thread_is_alive
 from kvstore.watches import Watches
-from kvstore.wire import CONTROL_BYTES_MAX, EXTENTS_NAME, METADATA_BYTES_MAX, PIECE_BYTES, SERVICE
+from kvstore.wire import (
+    CONTROL_BYTES_MAX,
+    DOCUMENT_BYTES_MAX,
+    EXTENTS_NAME,
+    METADATA_BYTES_MAX,
+    PIECE_BYTES,
+    SERVICE,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,7 +267,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     options = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
-        ("grpc.max_send_message_length", CONTROL_BYTES_MAX),
+        ("grpc.max_send_message_length", DOCUMENT_BYTES_MAX),
         ("grpc.max_metadata_size", METADATA_BYTES_MAX // 2),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.max_concurrent_streams", config.max_rpcs),

@@ -104,16 +104,22 @@ class ServerSession:
 
     def match(self, tokens: bytes, extras: dict[int, bytes], after: int) -> HeldMatch | None:
         """Look up and lease; None when nothing matched. `after`: go on from that match's chain."""
-        if after:
-            with self._lock:
-                earlier = self._match(after)
-                tokens = earlier.tokens + tokens
-                extras = earlier.extras | extras
+        tokens, extras = self.longer(after, tokens, extras)
         found = self.session.match(tokens, extras)
         if not found.pages:
             found.release()
             return None
         return self._hold(found, tokens, extras)
+
+    def longer(
+        self, after: int, tokens: bytes, extras: dict[int, bytes]
+    ) -> tuple[bytes, dict[int, bytes]]:
+        """A prompt that goes on from an earlier match's chain; as it is without one (0)."""
+        if not after:
+            return tokens, extras
+        with self._lock:
+            earlier = self._match(after)
+        return earlier.tokens + tokens, earlier.extras | extras
 
     @contextmanager
     def using(self, number: int) -> Iterator[HeldMatch]:
@@ -150,9 +156,13 @@ class ServerSession:
             held.match.release()
 
     def reserve(
-        self, tokens: bytes, extras: dict[int, bytes], deadline_s: float
+        self, tokens: bytes, extras: dict[int, bytes], deadline_s: float, after: int = 0
     ) -> HeldReservation:
-        """Slots to write, as many as fit in staging; number 0 when there is nothing to write."""
+        """Slots to write, as many as fit in staging; number 0 when there is nothing to write.
+
+        `after`: the prompt goes on from that match's chain.
+        """
+        tokens, extras = self.longer(after, tokens, extras)
         with self._lock:
             self._require_open()
             if len(self._reservations) >= RESERVATIONS_MAX:

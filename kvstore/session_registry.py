@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 SHARE_OF_ARENA = 0.25  # that one session may keep from moving
+DOUBT_S = 2.0  # for a client whose credential was changed to come with the new one
 STAGING_SHARE = 8  # a session without staging may have so small a part of the arena in writing
 
 _log = logging.getLogger("kvstore.server")
@@ -89,6 +90,10 @@ class SessionRegistry:
             raise UnknownHandle("no such session; open a new one")
         found.sign_of_life()
         return found
+
+    def doubt(self, session: ServerSession) -> None:
+        """End a session soon, unless its client shows a good credential before."""
+        session.last_sign_s = min(session.last_sign_s, self._clock() - SILENCE_S + DOUBT_S)
 
     def end(self, session: ServerSession) -> None:
         """End a session; ending it again does nothing."""

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from kvstore import inspection, removal
 from kvstore.config import StoreConfig
 from kvstore.disk_writer import DiskWriter
 from kvstore.errors import CapacityError, DirectoryError, InvalidRequest
+from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
 from kvstore.namespaces import SpecFolder
@@ -29,7 +30,13 @@ from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.remembered import FILE_NAME, mark_of, remember, remembered, secret_mark
 from kvstore.removal import Selection
-from kvstore.request import checked_deadline, checked_tokens
+from kvstore.request import (
+    checked_chain_id,
+    checked_deadline,
+    checked_extras,
+    checked_sequence,
+    checked_tokens,
+)
 from kvstore.session import Session
 from kvstore.spec import CacheSpec
 from kvstore.stager import Stager
@@ -41,10 +48,12 @@ from kvstore.tiers.tier import TierError
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
+    from kvstore.event_log import PageEvent
     from kvstore.removal import Eviction
-    from kvstore.request import Tokens
+    from kvstore.request import Extras, Tokens
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.file_layer import FileLayer
 
@@ -85,6 +94,7 @@ class Stats:
     dirty_bytes: int
     tiers: tuple[TierStats, ...]
     counters: dict[str, int]
+    service: dict[str, Any] = field(default_factory=dict)  # who is connected, where a server has it
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
@@ -113,6 +123,7 @@ class Store:
             raise
         state = self.state
         self.config = config
+        self.events = EventLog(state)
         self._specs = SpecFolder(config.directory if disk is not None else None)
         self._writer = DiskWriter(state, disk) if disk is not None else None
         demote = self._writer.demote if self._writer is not None else _keep_nothing
@@ -223,10 +234,16 @@ class Store:
     def evict(
         self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
     ) -> Eviction:
-        """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
+        """Remove pages by prefix, tenant, namespace, writer or age, with all below them.
+
+        A prefix is one of the tree `root`, else of the whole `namespace` and the `tenant`.
+        """
         self.state.require_open()
         if not isinstance(selection, Selection):
             raise InvalidRequest("evict: a Selection is needed, from kvstore.removal")
+        if selection.prefix is not None and selection.root is None and selection.namespace:
+            root = self.root(selection.namespace, selection.tenant or DEFAULT_TENANT)
+            selection = replace(selection, root=root)
         return removal.evict(
             self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
         )
@@ -251,27 +268,34 @@ class Store:
             )
         return inspection.chains(self.state, self._specs.models(), limit=limit, sort=sort)
 
-    def find_chain(
-        self, chain_id: str
-    ) -> list[tuple[inspection.Chain, list[inspection.PageFacts]]]:
+    def find_chain(self, chain_id: str) -> list[inspection.FoundChain]:
         """Chains that end in a page whose key begins with these hex digits, page by page."""
-        if not isinstance(chain_id, str) or not chain_id:
-            raise InvalidRequest("find_chain: hex digits are needed")
-        models = self._specs.models()
-        return [
-            (
-                inspection.chain_of(self.state, models, page),
-                inspection.page_facts(self.state, page),
-            )
-            for page in inspection.find_chain(self.state, chain_id)
-        ]
+        digits = checked_chain_id(chain_id)
+        texts, models = self._specs.texts(), self._specs.models()
+        return inspection.found_chains(self.state, digits, texts, models)
 
-    def explain(self, root: bytes, tokens: Tokens) -> inspection.Explanation:
-        """Why this prompt hits or misses in one tree; see root()."""
+    def explain(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: bytes,
+        tenant: str = DEFAULT_TENANT,
+        extras: Extras | None = None,
+    ) -> inspection.Explanation:
+        """Why this prompt hits or misses among a tenant's pages of one namespace."""
         self.state.require_open()
+        root = self.root(namespace, tenant)
         if root not in self.state.trees:
             raise InvalidRequest("explain: this store has no pages of that namespace and tenant")
-        return inspection.explain(self.state, root, checked_tokens(tokens))
+        return inspection.explain(self.state, root, checked_tokens(tokens), checked_extras(extras))
+
+    def watch(self, after_sequence: int = 0, *, tenant: str | None = None) -> Iterator[PageEvent]:
+        """What comes into a tier and leaves it from this call on, or after an event's number.
+
+        Ends when the store is closed. See PageEvent for "lost". tenant: only that one's events.
+        """
+        self.state.require_open()
+        return self.events.follow(checked_sequence(after_sequence), tenant)
 
     def stats(self) -> Stats:
         """Bytes, pages and counters now."""

@@ -256,14 +256,13 @@ def test_explain_names_the_first_differing_token(store: Store) -> None:
     session = store.session(SPEC)
     tokens = prompt(0, 3)
     save(session, tokens)
-    root = store.root(SPEC.namespace)
     other = tokens.copy()
     other[6] = 77
-    found = store.explain(root, other)
+    found = store.explain(other, namespace=SPEC.namespace)
     assert (found.matched_pages, found.differs_at) == (1, 6)
     assert (found.prompt_token, found.stored_token) == (77, int(tokens[6]))
-    assert store.explain(root, tokens).verdict.startswith("hit: all 3")
-    assert "shorter than a page" in store.explain(root, tokens[:2]).verdict
+    assert store.explain(tokens, namespace=SPEC.namespace).verdict.startswith("hit: all 3")
+    assert "shorter than a page" in store.explain(tokens[:2], namespace=SPEC.namespace).verdict
 
 
 def test_views_for_writing_end_with_the_commit(store: Store) -> None:
