@@ -58,6 +58,7 @@ class Session:
         self.tree = tree
         self._evictor = evictor
         self._held: set[Match | Reservation] = set()
+        self._runs: dict[bytes, Reservation] = {}  # open ones by the key of their first page
         self._closed = False
         with state.lock:
             self.writer_id = state.writer_id(writer)
@@ -96,11 +97,12 @@ class Session:
     ) -> Reservation:
         """Slots for the pages of this prompt that nobody has stored or is storing.
 
-        The run starts after the longest stored chain. It is empty, with a reason, when all is
-        "present", when another writer has the next page ("in progress"), when no room could be made
-        within `deadline_s` seconds ("full"), or while the store is still reading its catalog
-        ("warming up"); it is shorter than asked, with a reason, when room ran out, or when there
-        are more than `limit` pages to write ("limit").
+        The run starts after the longest stored chain, or after what this session itself is writing
+        there: such runs are committed in order, and giving one up drops those after it. It is
+        empty, with a reason, when all is "present", when another writer has the next page ("in
+        progress"), when no room could be made within `deadline_s` seconds ("full"), or while the
+        store is still reading its catalog ("warming up"); it is shorter than asked, with a reason,
+        when room ran out, or when there are more than `limit` pages to write ("limit").
         """
         values, more = checked_tokens(tokens), checked_extras(extras)
         wait_s = checked_deadline(deadline_s)
@@ -125,6 +127,7 @@ class Session:
                 self.require_open()
             if made.count:
                 self._held.add(made)
+                self._runs[made.first_key] = made
             elif made.reason not in (PRESENT, LIMIT, "in progress"):
                 state.counters.reservations_refused += 1
             return made
@@ -187,6 +190,8 @@ class Session:
         """A match or reservation has ended."""
         with self.state.lock:
             self._held.discard(item)
+            if isinstance(item, Reservation):
+                self._runs.pop(item.first_key, None)
 
     def __enter__(self) -> Session:
         return self
@@ -218,6 +223,8 @@ class Session:
             return Reservation(self, run, PRESENT, (tokens, extras))
         if state.condemned and len(state.cut_condemned(found)) < start:
             return self._nothing(start, "in progress")
+        parent = int(found[-1]) if start else NO_PAGE
+        before, start = self._own_run(keys, start)
         stop = self._free_until(keys, start, total)
         if stop == start:
             return self._nothing(start, "in progress")
@@ -229,7 +236,8 @@ class Session:
         behind = self._disk_behind(stop - start)
         if behind:
             return self._nothing(start, behind)
-        parent = int(found[-1]) if start else NO_PAGE
+        if before is not None:
+            parent = NO_PAGE  # it gets one when the run before it is published
         if parent != NO_PAGE:
             state.index.lease(parent)
         slots = self._take_slots(stop - start)
@@ -250,10 +258,21 @@ class Session:
         )
         for key in _split(run.keys):
             state.pending.add((self.root, key))
-        return Reservation(self, run, reason)
+        return Reservation(self, run, reason, before=before)
 
     def _nothing(self, start: int, reason: str) -> Reservation:
         return Reservation(self, Run(start, NO_PAGE, b"", {}, b"", ()), reason)
+
+    def _own_run(self, keys: bytes, start: int) -> tuple[Reservation | None, int]:
+        """The last of this session's open runs that follow each other from `start` on, and its
+        end."""
+        last = None
+        while run := self._runs.get(keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]):
+            end = start + run.count
+            if keys[start * KEY_BYTES : end * KEY_BYTES] != run.keys:
+                break
+            last, start = run, end
+        return last, start
 
     def _free_until(self, keys: bytes, start: int, total: int) -> int:
         """The first page from `start` on that another reservation is writing."""

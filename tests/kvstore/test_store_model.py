@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ from kvstore.removal import Selection
 
 if TYPE_CHECKING:
     from kvstore.lease import Match
+    from kvstore.reservation import Reservation
     from kvstore.session import Session
 
 TENANTS = ("default", "other")
@@ -34,6 +36,24 @@ def bytes_of(tenant: str, chain: tuple[int, ...]) -> bytes:
     return (seed * (PAGE_BYTES // len(seed) + 1))[:PAGE_BYTES]
 
 
+@dataclass(eq=False)
+class OpenRun:
+    """A reservation that is being written; it follows `before`, if that is set."""
+
+    tenant: str
+    chain: tuple[int, ...]
+    made: Reservation
+    before: OpenRun | None
+    state: str = "open"  # "published", "gone"
+
+    @property
+    def stop(self) -> int:
+        return self.made.start + self.made.count
+
+    def is_doomed(self) -> bool:
+        return self.state == "gone" or (self.before is not None and self.before.is_doomed())
+
+
 class StoreMachine(RuleBasedStateMachine):
     """`stored` over-approximates: eviction for room may take any page, and only that."""
 
@@ -42,6 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.stored: dict[str, set[tuple[int, ...]]] = {tenant: set() for tenant in TENANTS}
         self.held: list[tuple[str, tuple[int, ...], Match]] = []
+        self.runs: list[OpenRun] = []
         self.open()
 
     def open(self) -> None:
@@ -63,12 +84,50 @@ class StoreMachine(RuleBasedStateMachine):
                 view[:] = bytes_of(tenant, chain[: run.start + offset + 1])
             if run.reason == "present":
                 assert all(chain[: n + 1] in self.stored[tenant] for n in range(len(chain)))
-            if run.count and commit:
+            before = self.before(tenant, chain, run.start) if run.count else None
+            if before is not None:
+                assert not commit or run.commit(durable=durable).pages == 0, "it comes too early"
+            elif run.count and commit:
                 done = run.commit(durable=durable)
                 assert done.pages == run.count
                 assert done.durable == durable
                 for page in range(run.start + run.count):
                     self.stored[tenant].add(chain[: page + 1])
+
+    def before(self, tenant: str, chain: tuple[int, ...], start: int) -> OpenRun | None:
+        """The open run of the same session at whose end this one starts."""
+        for run in self.runs:
+            fits = run.tenant == tenant and chain[:start] == run.chain[: run.stop]
+            if fits and run.stop == start and run.state == "open" and not run.is_doomed():
+                return run
+        return None
+
+    @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS)
+    def begin(self, tenant: str, chain: tuple[int, ...]) -> None:
+        if len(self.runs) >= 5:
+            return
+        made = self.sessions[tenant].reserve(tokens_of(chain), deadline_s=0.0)
+        if made.count:
+            for offset, view in enumerate(made.views()):
+                view[:] = bytes_of(tenant, chain[: made.start + offset + 1])
+            before = self.before(tenant, chain, made.start)
+            self.runs.append(OpenRun(tenant, chain, made, before))
+
+    @rule(choice=st.integers(0, 4), commit=st.booleans())
+    def finish(self, choice: int, commit: bool) -> None:
+        if not self.runs:
+            return
+        run = self.runs.pop(choice % len(self.runs))
+        if not commit:
+            run.made.abort()
+            run.state = "gone"
+            return
+        fails = run.is_doomed() or (run.before is not None and run.before.state == "open")
+        done = run.made.commit()
+        assert done.pages == (0 if fails else run.made.count), (run, done)
+        run.state = "gone" if fails else "published"
+        for page in range(0 if fails else run.stop):
+            self.stored[run.tenant].add(run.chain[: page + 1])
 
     @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS, hold=st.booleans())
     def load(self, tenant: str, chain: tuple[int, ...], hold: bool) -> None:
@@ -126,6 +185,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.release()
+        self.runs.clear()  # closing gives them up
         assert self.store.close()
         self.open()
 
