@@ -1,4 +1,4 @@
-"""A session may go on behind its own run: in the library and over a server, in order or not at all."""
+"""A session may go on behind its own run, here and over a server: in order or not at all."""
 
 from __future__ import annotations
 
