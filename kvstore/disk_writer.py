@@ -142,6 +142,11 @@ class DiskWriter:
                 ticket.remaining -= going
         self._finish(going, set())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether pages are on their way this moment. The lock is held."""
+        return bool(self._writing)
+
     def is_writing(self, pages: set[int]) -> bool:
         """Whether one of these pages is on its way to the disk this moment."""
         return not self._writing.isdisjoint(pages)

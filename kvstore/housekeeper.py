@@ -1,4 +1,4 @@
-"""What must happen now and then: pins end, old pages leave, accounts are compared, LMDB is tidied.
+"""What must happen now and then: pins end, old pages leave, accounts are set right, LMDB is tidied.
 
 A thread that wakes once a second; nothing it does takes longer than a look-up may wait.
 """
@@ -16,6 +16,8 @@ from kvstore.removal import Selection
 from kvstore.state import DISK, HOST
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvstore.disk_writer import DiskWriter
     from kvstore.state import StoreState
 
@@ -31,6 +33,7 @@ class Housekeeper:
     def __init__(self, state: StoreState, writer: DiskWriter | None) -> None:
         self._state = state
         self._writer = writer
+        self._suspects: dict[int, set[tuple[int, int]]] = {HOST: set(), DISK: set()}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-housekeeper", daemon=True)
         self._thread.start()
@@ -48,6 +51,7 @@ class Housekeeper:
             removal.evict(state, self._writer, Selection(older_than_s=max_age_s), dry_run=False)
         if number % ACCOUNTS_EVERY_TICKS == 0 and state.warm:
             self.check_accounting()
+            self.recover_slots()
             with state.lock:
                 state.forget_empty_trees()
             if state.disk is not None:
@@ -74,6 +78,46 @@ class Housekeeper:
                     raise AssertionError(
                         f"tier {tier}: {len(slots)} pages, {medium.usage().used_slots} slots used"
                     )
+
+    def recover_slots(self) -> int:
+        """Give back published slots that no page has, and had none the last time either; how many.
+
+        Slots that are reserved have owners of their own. Looks at the disk only while nothing is
+        on its way there: until the index is told, what was written belongs to the writer.
+        """
+        state, recovered = self._state, 0
+        with state.freeing, state.lock:
+            pages = state.index.table.live()
+            for tier, medium in ((HOST, state.host), (DISK, state.disk)):
+                is_busy = tier == DISK and self._writer is not None and self._writer.is_busy
+                if medium is None or is_busy or state.closed:
+                    continue
+                owned = state.index.table.slot[tier][pages[state.in_tier(pages, tier)]]
+                leaving = [*state.unused_slots, *state.wiped_slots] if tier == DISK else []
+                owned = np.append(owned.astype(np.int64), np.array(leaving, np.int64))
+                loose = medium.published_slots()
+                loose = loose[:0] if len(loose) == len(owned) else np.setdiff1d(loose, owned)
+                marks = set(zip(loose.tolist(), self._marks(tier, loose), strict=True))
+                lost = sorted(slot for slot, _ in marks & self._suspects[tier])
+                self._suspects[tier] = marks
+                if tier == DISK:
+                    state.unused_slots.extend(lost)
+                elif lost and state.host is not None:
+                    state.host.free_many(lost)
+                recovered += len(lost)
+            state.counters.slots_recovered += recovered
+        if recovered:
+            _log.error("%d slots were in use and of no page: given back", recovered)
+            state.free_unused_slots()
+        return recovered
+
+    def _marks(self, tier: int, slots: NDArray[np.int64]) -> list[int]:
+        """What changes when a slot of the arena is used again."""
+        host = self._state.host
+        if tier == DISK or host is None:
+            return [0] * len(slots)
+        marks: list[int] = host.generations(slots).tolist()
+        return marks
 
     def stop(self, deadline: float) -> None:
         """End the thread."""

@@ -250,8 +250,8 @@ class Reservation:
         writer = self._session.disk_writer
         if writer is not None and not writer.enqueue(pages.tolist()):
             state.unwritten.update(pages.tolist())
-        for run in self._after:
-            run._follow(int(pages[-1]))
+        for behind in self._after:
+            behind._follow(int(pages[-1]))
         return int(pages[-1])
 
     def _follow(self, parent: int) -> None:
@@ -263,9 +263,9 @@ class Reservation:
     def _settle(self) -> None:
         """Forget what was pending and let the parent go. The lock is held."""
         state = self._state
-        for run in self._after:
-            if run._before is self:  # not published, so neither will it be
-                run._drop()
+        for behind in self._after:
+            if behind._before is self:  # not published, so neither will it be
+                behind._drop()
         self._after = []
         for position in range(len(self._run.slots)):
             key = self._run.keys[16 * position : 16 * position + 16]

@@ -70,6 +70,7 @@ class Counters:
     disk_evictions: int = 0
     pages_dropped: int = 0  # left their last tier
     reservations_refused: int = 0
+    slots_recovered: int = 0  # in use and of no page: given back by the housekeeper
 
     def to_dict(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}

@@ -19,6 +19,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from kvstore.tiers.disk_publisher import Publisher
 from kvstore.tiers.disk_recovery import Recovery
 from kvstore.tiers.disk_space import DiskSpace
@@ -34,6 +36,8 @@ from kvstore.tiers.tier import Container, PageRecord, ReadStatus, TierError, Usa
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from kvstore.tiers.page_rows import RootRows
 
@@ -353,6 +357,15 @@ class DiskTier:
                 raise TierError(f"{over} bytes over the capacity of {self._space.capacity_bytes}")
 
     # -- the rest -------------------------------------------------------------------------------
+
+    def published_slots(self) -> NDArray[np.int64]:
+        """All slots that hold a durable page."""
+        with self._state.lock:
+            found = [
+                np.flatnonzero(np.frombuffer(segment.states, np.uint8) == USED) + segment.base
+                for segment in self._segments
+            ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def containers(self) -> list[Container]:
         """The segments, so that callers can choose what to empty."""

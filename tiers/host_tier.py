@@ -235,6 +235,15 @@ class HostTier:
                 free_slots=sum(extent.free_count for extent in extents),
             )
 
+    def published_slots(self) -> NDArray[np.int64]:
+        """All slots that hold a page to be read."""
+        with self._guard():
+            found = [
+                np.flatnonzero(extent.states == SlotState.PUBLISHED) + (number << SLOT_INDEX_BITS)
+                for number, extent in self._extents.items()
+            ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
     def containers(self) -> list[Container]:
         """The extents that exist now, oldest first."""
         with self._guard():
