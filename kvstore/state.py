@@ -264,10 +264,7 @@ class StoreState:
                 slots, self.wiped_slots = self.wiped_slots, []
             if self.disk is None:
                 return
-            if slots:
-                self.disk.free_many(slots, erase=True)
-            else:
-                self.disk.commit_frees()
+            self.disk.free_many(slots, erase=True)
 
     def forget_empty_trees(self) -> None:
         """Drop what is known of trees that have no page: salts would pile up otherwise."""

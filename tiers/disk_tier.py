@@ -15,6 +15,7 @@ capacity. This module is the face: `disk_recovery.py` opens, `disk_publisher.py`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import TYPE_CHECKING, ClassVar
@@ -306,9 +307,9 @@ class DiskTier:
     def free_many(self, slots: Sequence[int], *, erase: bool = False) -> None:
         """Give slots back. Published ones can be reserved again after the next commit.
 
-        `erase` also wipes their headers on disk and commits at once, so that no rebuild brings the
-        pages back: for evictions by an operator. Raises TierError when that fails, ValueError for a
-        slot that is not in use.
+        `erase` also wipes their headers on disk, and those of all slots freed before, and commits
+        at once, so that no rebuild brings the pages back: for evictions by an operator. Raises
+        TierError when that fails, ValueError for a slot that is not in use.
         """
         self._use()
         if not erase:
@@ -316,7 +317,8 @@ class DiskTier:
             return
         # Under the lock: a commit in between would give the slots out, and others' pages be wiped.
         with self._publisher.commit_lock:
-            self._publisher.erase(self._publisher.free(slots))
+            self._publisher.free(slots)
+            self._publisher.erase()
 
     def usage(self) -> Usage:
         """Bytes and slots, counted from the segments."""
@@ -399,7 +401,8 @@ class DiskTier:
             if self.state is TierState.CLOSED or os.getpid() != self._pid:
                 return
             if self._state.ready:
-                self._publisher.commit_freed()
+                with contextlib.suppress(TierError):  # said in the log; the disk is what it is
+                    self._publisher.erase()
                 self._publisher.prove()
             self._state.become(TierState.CLOSED, "closed")
             if not (self._pool.close(CLOSE_WAIT_S) and self._syncer.close(CLOSE_WAIT_S)):
