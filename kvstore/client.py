@@ -24,8 +24,6 @@ from kvstore.spec import CacheSpec
 __all__ = ["RemoteStore", "ServerUnavailable"]
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from kvstore.client_config import ClientConfig
     from kvstore.private_server import PrivateServer
     from kvstore.server_address import ServerAddress
@@ -103,10 +101,5 @@ class RemoteStore(OperatorClient):
     def __enter__(self) -> RemoteStore:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
     from typing import Any, Self
 
     from kvstore.event_log import PageEvent
@@ -55,12 +54,7 @@ class MatchLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class ReservationLike(Protocol):
@@ -87,12 +81,7 @@ class ReservationLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class SessionLike(Protocol):
@@ -124,12 +113,7 @@ class SessionLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class OperatorLike(Protocol):
@@ -185,9 +169,4 @@ class StoreLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...

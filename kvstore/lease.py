@@ -15,8 +15,6 @@ from kvstore.request import checked_deadline
 from kvstore.state import DISK, HOST, TIER_NAMES
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import NDArray
 
     from kvstore.session import Session
@@ -146,12 +144,7 @@ class Match:
     def __enter__(self) -> Match:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def _count_host(self) -> int:

@@ -20,7 +20,6 @@ from kvstore.wire import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -121,12 +120,7 @@ class RemoteReservation:
     def __enter__(self) -> RemoteReservation:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abort()
 
     def _forget(self) -> None:

@@ -34,7 +34,6 @@ from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
     from google.protobuf.message import Message
 
@@ -261,12 +260,7 @@ class RemoteSession:
     def __enter__(self) -> RemoteSession:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _usable(self) -> LiveSession | None:

@@ -20,7 +20,6 @@ from kvstore.tiers.checksum import checksum, copy_and_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -186,12 +185,7 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abort()
 
     def _drop(self) -> None:

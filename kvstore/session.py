@@ -16,7 +16,6 @@ from kvstore.state import NO_PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -196,12 +195,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _stored(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:

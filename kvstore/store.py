@@ -49,7 +49,6 @@ from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from kvstore.event_log import PageEvent
     from kvstore.removal import Eviction
@@ -358,12 +357,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _tree(self, spec: CacheSpec, tenant: str, salt: bytes) -> TreeInfo:
