@@ -5,6 +5,7 @@
       SpecError        a cache spec is incomplete or contradicts itself
       InvalidRequest   the arguments of one call cannot be served (names, tokens, sizes)
       CapacityError    more bytes asked than the machine or the tier has
+        QuotaError     ... than the quota of this tenant
       DirectoryError   the store directory cannot be used: in use, foreign, newer, network mount
       AccessDenied     a server does not let this credential do that
       ServerUnavailable  an operator's call got no answer; engines' calls are misses then
@@ -24,6 +25,7 @@ __all__ = [
     "DirectoryError",
     "InvalidRequest",
     "KVStoreError",
+    "QuotaError",
     "ServerUnavailable",
     "SpecError",
 ]
@@ -47,6 +49,13 @@ class InvalidRequest(KVStoreError, ValueError):
 
 class CapacityError(KVStoreError):
     """More bytes were asked than there are; the message gives both numbers."""
+
+
+class QuotaError(CapacityError):
+    """The tenant has as much as its quota says. The message begins "quota: ", with the numbers."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"quota: {message}")
 
 
 class DirectoryError(KVStoreError):

@@ -70,6 +70,8 @@ class Housekeeper:
             for tier, medium in ((HOST, state.host), (DISK, state.disk)):
                 if medium is None:
                     continue
+                if tier == DISK:
+                    self._check_disk_use(pages)
                 resident = pages[state.in_tier(pages, tier)]
                 slots = table.slot[tier][resident]
                 if len(np.unique(slots)) != len(slots):
@@ -118,6 +120,14 @@ class Housekeeper:
             return [0] * len(slots)
         marks: list[int] = host.generations(slots).tolist()
         return marks
+
+    def _check_disk_use(self, pages: NDArray[np.int32]) -> None:
+        state = self._state
+        resident = pages[state.in_tier(pages, DISK)]
+        counted = state.disk_bytes_by_tenant(resident, state.index.table.slot[DISK][resident])
+        noted = {tenant: size for tenant, size in state.disk_use.items() if size}
+        if counted != noted:
+            raise AssertionError(f"tenants have {counted} bytes on disk, counted: {noted}")
 
     def stop(self, deadline: float) -> None:
         """End the thread."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import cli_prompt, documents
 from kvstore.errors import InvalidRequest
-from kvstore.identity import DEFAULT_TENANT
+from kvstore.identity import DEFAULT_TENANT, Role
 from kvstore.inspection import SORTS
 from kvstore.kvstore_pb2 import Document, EvictReply
 from kvstore.removal import Selection
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from kvstore import kvstore_pb2 as messages
     from kvstore.rpc_guard import Call
+    from kvstore.session_registry import SessionRegistry
     from kvstore.store import Store
+    from kvstore.tenant_usage import TenantUsage
 
 CHAINS_DEFAULT = 50
 
@@ -27,8 +29,14 @@ CHAINS_DEFAULT = 50
 class OperatorCalls:
     """Functions by method name, for Guard.handlers()."""
 
-    def __init__(self, store: Store, service_stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        registry: SessionRegistry,
+        service_stats: Callable[[], dict[str, Any]],
+    ) -> None:
         self._store = store
+        self._registry = registry
         self._service_stats = service_stats
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -92,8 +100,20 @@ class OperatorCalls:
         return _document(found.to_dict())
 
     def stats(self, request: messages.StatsRequest, call: Call) -> Document:
-        """What is in the store, what happened since the start, and who is connected."""
-        return _document(replace(self._store.stats(), service=self._service_stats()).to_dict())
+        """What is in the store, what happened since the start, and who is connected.
+
+        To others than operators: what their own tenant has, and no number of anybody else.
+        """
+        if call.identity.role is not Role.ADMIN:
+            mine = self._store.tenant_usage(call.identity.tenant)
+            return _document({"warm": self._store.warm, "tenants": [self._tenant(mine)]})
+        return _document(
+            replace(self._store.stats(), service=self._service_stats()).to_dict()
+            | {"tenants": [self._tenant(each) for each in self._store.tenant_usages()]}
+        )
+
+    def _tenant(self, found: TenantUsage) -> dict[str, Any]:
+        return found.to_dict() | self._registry.held_by(found.tenant)
 
 
 def _document(content: dict[str, Any]) -> Document:

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from kvstore.auth import CredentialAuthorizer
 from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
+from kvstore.identity import PUBLIC_TENANT
 from kvstore.operator_calls import OperatorCalls
 from kvstore.rpc_guard import Guard
 from kvstore.server_security import ServerSecurity
@@ -46,11 +48,13 @@ from kvstore.wire import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kvstore.identity import Authorizer
     from kvstore.server_config import ServerConfig
     from kvstore.server_session import ServerSession
+    from kvstore.tenants import Quota
     from kvstore.tiers.extent import ExtentRecord
     from kvstore.tiers.host_tier import Staging
 
@@ -97,8 +101,14 @@ class Server:
         self.store = Store.open(wait_warm=False, **config.store_config().model_dump())
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
         self._staging = StagingPool(config.staging_bytes)
-        self.registry = SessionRegistry(self.store, self._staging, sessions_max=config.sessions_max)
+        self._authorizer = authorizer or self._security.authorizer
+        self._quotas: Mapping[str, Quota] = {}
+        self.store.state.staging_use = self._staging.used_by
+        self.registry = SessionRegistry(
+            self.store, self._staging, sessions_max=config.sessions_max, quotas=self.quotas
+        )
         try:
+            self.quotas()
             self._extents = ExtentServer(
                 config.directory / EXTENTS_NAME, self._granted, disconnected=self.registry.end
             )
@@ -113,7 +123,7 @@ class Server:
         self._waiting = ThreadPoolExecutor(config.waiting_workers, "kvstore-wait")
         self._streams = ThreadPoolExecutor(2 * config.sessions_max, "kvstore-stream")
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._grpc = self._make_grpc(Guard(authorizer or self._security.authorizer))
+        self._grpc = self._make_grpc(Guard(self._authorizer))
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
         self._stop_wanted = threading.Event()
@@ -152,6 +162,7 @@ class Server:
         self._watchdog.start()
         while not self._stop_wanted.wait(TICK_S):
             self._tick.beat()
+            self.quotas()
             self.registry.sweep()
             failed = self._look_at_start()
             if failed:
@@ -192,6 +203,16 @@ class Server:
         _log.info("stopped")
         return done
 
+    def quotas(self) -> Mapping[str, Quota]:
+        """The quotas of all tenants, in force from here on; empty without a tenant file."""
+        authorizer = self._authorizer
+        if isinstance(authorizer, CredentialAuthorizer):
+            found = authorizer.quotas()
+            if found is not self._quotas:
+                self.store.set_quotas(found)  # the authorizer has checked that they fit
+                self._quotas = found
+        return self._quotas
+
     def service_stats(self) -> dict[str, Any]:
         """Who is connected, for Stats."""
         counts = [session.counts for session in self.registry.sessions()]
@@ -205,7 +226,7 @@ class Server:
         }
 
     def _make_grpc(self, guard: Guard) -> grpc.Server:
-        operators = OperatorCalls(self.store, self.service_stats)
+        operators = OperatorCalls(self.store, self.registry, self.service_stats)
         pools = dict.fromkeys(WAITING, self._waiting) | dict.fromkeys(STREAMS, self._streams)
         functions = self._servicer.functions() | operators.functions()
         handlers = guard.handlers(functions | {"Watch": self._watches.watch}, pools)
@@ -221,10 +242,13 @@ class Server:
         return server
 
     def _granted(self, session: ServerSession) -> list[ExtentRecord | Staging]:
-        """What a session's client may map: its tenant's extents to read, its staging to write."""
+        """What a session's client may map: its tenant's and public extents to read, its staging to
+        write."""
         host = self.store.state.host
         assert host is not None
         granted: list[ExtentRecord | Staging] = [*host.extents(session.identity.tenant)]
+        if session.session.public_root is not None:
+            granted += host.extents(PUBLIC_TENANT)
         staging = session.staging  # gone once the session has ended
         return granted + ([staging] if staging is not None else [])
 

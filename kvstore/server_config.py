@@ -104,7 +104,12 @@ class ServerConfig(StoreConfig):
         path = self.socket_path
         return self.listen if path is None else f"unix:{path}"
 
+    @property
+    def arena_bytes(self) -> int:
+        """Memory for pages: what staging leaves of host_bytes."""
+        return self.host_bytes - self.staging_bytes
+
     def store_config(self) -> StoreConfig:
         """The store's part. Staging is taken out of the arena's bytes: the host's total holds."""
         values = {name: getattr(self, name) for name in StoreConfig.model_fields}
-        return StoreConfig(**(values | {"host_bytes": self.host_bytes - self.staging_bytes}))
+        return StoreConfig(**(values | {"host_bytes": self.arena_bytes}))

@@ -13,6 +13,7 @@ from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 from kvstore.reservation import LIMIT, PRESENT, Reservation, Run
 from kvstore.state import NO_PAGE
+from kvstore.tenant_usage import refuse_pin_over_quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +48,7 @@ class Session:
         evictor: Evictor,
         stager: Stager | None,
         disk_writer: DiskWriter | None,
+        public_root: bytes | None = None,
     ) -> None:
         self.state = state
         self.spec = spec
@@ -55,6 +57,7 @@ class Session:
         self.stager = stager
         self.disk_writer = disk_writer
         self.tree = tree
+        self.public_root = public_root  # of a tree to find pages in, too
         self._evictor = evictor
         self._held: set[Match | Reservation] = set()
         self._runs: dict[bytes, Reservation] = {}  # open ones by the key of their first page
@@ -73,7 +76,7 @@ class Session:
         with state.lock:
             self.require_open()
             now = state.clock()
-            pages = self._stored(values, more)
+            pages = self._found(values, more)
             counters = state.counters
             counters.lookups += 1
             counters.lookup_tokens += len(values) // TOKEN_BYTES
@@ -99,7 +102,8 @@ class Session:
         The run starts after the longest stored chain, or after what this session itself is writing
         there: such runs are committed in order, and giving one up drops those after it. It is
         empty, with a reason, when all is "present", when another writer has the next page ("in
-        progress"), when no room could be made within `deadline_s` seconds ("full"), or while the
+        progress"), when no room could be made within `deadline_s` seconds ("full"), when the
+        tenant has all that its quota allows and none of it can leave ("quota: ..."), or while the
         store is still reading its catalog ("warming up"); it is shorter than asked, with a reason,
         when room ran out, or when there are more than `limit` pages to write ("limit").
         """
@@ -140,13 +144,15 @@ class Session:
     def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
         """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has.
 
-        Pins end with the store. Pinning again replaces the time.
+        Pins end with the store. Pinning again replaces the time. QuotaError when the tenant would
+        hold more pages by pins than its pinned_pages_max.
         """
         ttl = checked_deadline(ttl_s)
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
             self.require_open()
             pages = self._stored(values, more)
+            refuse_pin_over_quota(self.state, self.tenant, pages)
             if len(pages):
                 self.state.index.pin(int(pages[-1]), self.state.clock() + ttl)
             return len(pages)
@@ -202,6 +208,15 @@ class Session:
         """The longest chain of a prompt that a look-up may find. The lock is held."""
         return self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
 
+    def _found(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
+        """The longest chain that this session may read: its own, unless a public one is longer."""
+        mine = self._stored(tokens, extras)
+        if self.public_root is None:
+            return mine
+        state = self.state
+        public = state.cut_condemned(state.index.match(self.public_root, tokens, extras))
+        return public if len(public) > len(mine) else mine
+
     def _try_reserve(
         self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int, limit: int | None
     ) -> Reservation:
@@ -238,9 +253,10 @@ class Session:
         if not slots:
             if parent != NO_PAGE:
                 state.index.unlease(parent)
-            return self._nothing(start, "full")
+            return self._nothing(start, self._why_no_slots())
         reason = LIMIT if is_limited else ("in progress" if stop < total else "")
-        reason = "full" if len(slots) < stop - start else reason
+        if len(slots) < stop - start:
+            reason = self._why_no_slots()
         stop = start + len(slots)
         run = Run(
             start=start,
@@ -284,16 +300,17 @@ class Session:
         wanted = writer.dirty_bytes + pages * self.spec.page_bytes
         return "disk behind" if wanted > self.state.config.dirty_bytes_max else ""
 
+    def _why_no_slots(self) -> str:
+        return self._evictor.why_no_host(self.tenant, self.spec.page_bytes)
+
     def _take_slots(self, count: int) -> list[int]:
-        state, size = self.state, self.spec.page_bytes
-        if state.host is None:
-            return []
-        slots = state.host.reserve(self.tenant, size, count)
+        size = self.spec.page_bytes
+        slots = self._evictor.take_host(self.tenant, size, count)
         while len(slots) < count:
             wanted = count - len(slots)
             if self._evictor.make_room_host(self.tenant, size, wanted) == 0:
                 break
-            slots += state.host.reserve(self.tenant, size, wanted)
+            slots += self._evictor.take_host(self.tenant, size, wanted)
         return slots
 
 

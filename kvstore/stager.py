@@ -165,7 +165,7 @@ class Stager:
     def _one_slot(self, info: TreeInfo) -> list[int]:
         """One slot of the arena; none for pages that never fit, which are misses in this store."""
         try:
-            return self._host.reserve(info.tenant, info.page_bytes, 1)
+            return self._evictor.take_host(info.tenant, info.page_bytes, 1)
         except TierError:
             return []
 

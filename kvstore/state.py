@@ -13,18 +13,21 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore.errors import ClosedError
 from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE
+from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.config import StoreConfig
     from kvstore.prefix_index.index import PrefixIndex
+    from kvstore.shares import Tenancy
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.eviction import LruPolicy
     from kvstore.tiers.host_tier import HostTier
@@ -71,6 +74,7 @@ class Counters:
     pages_dropped: int = 0  # left their last tier
     reservations_refused: int = 0
     slots_recovered: int = 0  # in use and of no page: given back by the housekeeper
+    pins_broken: int = 0  # on borrowed bytes that another tenant took within its share
 
     def to_dict(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -108,6 +112,12 @@ class StoreState:
     # On disk, no page's any more: to be freed, or wiped and freed, without holding the lock.
     unused_slots: list[int] = field(default_factory=list)
     wiped_slots: list[int] = field(default_factory=list)
+
+    tenancy: Tenancy = NO_QUOTAS
+    disk_use: dict[str, int] = field(default_factory=dict)  # bytes of slots on disk, by tenant
+    staging_use: Callable[[str], int] = lambda tenant: 0  # bytes, besides the arena
+    # Tenants above their share whose leases keep others from theirs: a server ends some of them.
+    wanted_back: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -241,8 +251,34 @@ class StoreState:
             if self.on_left_disk is not None:
                 self.on_left_disk([self.index.table.key_of(page) for page in resident.tolist()])
             slots = self.wiped_slots if wipe else self.unused_slots
-            slots.extend(self.index.clear_tier(resident, DISK).tolist())
+            left = self.index.clear_tier(resident, DISK)
+            self.count_disk(resident, left, -1)
+            slots.extend(left.tolist())
         return len(resident)
+
+    def enter_disk(self, pages: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
+        """Pages are on disk now too."""
+        self.index.set_tier(pages, DISK, slots)
+        self.count_disk(pages, slots, 1)
+
+    def count_disk(self, pages: NDArray[np.int32], slots: NDArray[np.int64], sign: int) -> None:
+        """Keep `disk_use` in step: these live pages have come (1) to those slots, or left (-1)."""
+        for tenant, size in self.disk_bytes_by_tenant(pages, slots).items():
+            self.disk_use[tenant] = self.disk_use.get(tenant, 0) + sign * size
+
+    def disk_bytes_by_tenant(
+        self, pages: NDArray[np.int32], slots: NDArray[np.int64]
+    ) -> dict[str, int]:
+        """Bytes of the slots that these pages have on disk."""
+        found: dict[str, int] = {}
+        if self.disk is None or len(pages) == 0:
+            return found
+        groups = self.index.by_root(pages)
+        for root, ids in groups:
+            tenant = self.trees[root].tenant
+            mine = slots if len(groups) == 1 else slots[np.isin(pages, ids)]
+            found[tenant] = found.get(tenant, 0) + self.disk.slots_bytes(mine)
+        return found
 
     def free_unused_slots(self) -> None:
         """Free what eviction left behind. Call it without the lock: it does I/O."""

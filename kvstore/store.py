@@ -25,6 +25,7 @@ from kvstore.errors import CapacityError, DirectoryError, InvalidRequest
 from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
+from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
@@ -38,25 +39,28 @@ from kvstore.request import (
     checked_tokens,
 )
 from kvstore.session import Session
+from kvstore.shares import Tenancy
 from kvstore.spec import CacheSpec
 from kvstore.stager import Stager
 from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
 from kvstore.tenant import load_or_create_secret, load_secret, tenant_secret, tree_root
+from kvstore.tenant_usage import usage, usages
 from kvstore.tiers.eviction import LruPolicy
 from kvstore.tiers.host_tier import HostTier
 from kvstore.tiers.tier import TierError
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvstore.event_log import PageEvent
     from kvstore.removal import Eviction
     from kvstore.request import Extras, Tokens
+    from kvstore.tenant_usage import TenantUsage
+    from kvstore.tenants import Quota
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.file_layer import FileLayer
 
-DEFAULT_TENANT = "default"
 CLOSE_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 600.0
 USUAL_PAGE_BYTES = 1 << 20
@@ -193,10 +197,13 @@ class Store:
         tenant: str = DEFAULT_TENANT,
         salt: bytes = b"",
         writer: str = "",
+        public: bool = False,
     ) -> Session:
         """Work with pages of `spec` as `tenant`. `salt` keeps prompts apart within a tenant.
 
         writer: a name to remember with each page, so that a bad writer's pages can be evicted.
+        public: look-ups also find what the tenant "public" has stored; not with a salt, which asks
+        for prompts to be kept apart.
         """
         self.state.require_open()
         if not isinstance(spec, CacheSpec):
@@ -220,6 +227,7 @@ class Store:
             evictor=self._evictor,
             stager=self._stager,
             disk_writer=self._writer,
+            public_root=self._public_root(spec, tenant) if public and not salt else None,
         )
         self._sessions.add(session)
         return session
@@ -246,6 +254,41 @@ class Store:
         return removal.evict(
             self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
         )
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """What each tenant is guaranteed and may have, from now on; see kvstore.tenants.Quota.
+
+        Raises ConfigError, and changes nothing, when a tier has less than is promised of it.
+        """
+        config = self.config
+        made = Tenancy.of(quotas, config.host_bytes, config.disk_bytes)
+        with self.state.lock:
+            self.state.tenancy = made
+
+    def lease_bytes_max(self, tenant: str) -> int | None:
+        """Bytes of pages that a tenant's sessions together should keep from moving: its share of
+        the arena, or one extent if that is more. None: nobody else has a share."""
+        state = self.state
+        if tenant not in state.tenancy.quotas or state.host is None:
+            return None
+        return max(state.tenancy.host.share(tenant), state.host.extent_bytes)
+
+    def take_wanted_back(self) -> set[str]:
+        """Tenants above their shares whose leases keep another from its share, since last asked."""
+        state = self.state
+        if not state.wanted_back:
+            return set()
+        with state.lock:
+            wanted, state.wanted_back = state.wanted_back, set()
+        return wanted
+
+    def tenant_usage(self, tenant: str) -> TenantUsage:
+        """What one tenant has now, beside its quota and shares."""
+        return usage(self.state, tenant)
+
+    def tenant_usages(self) -> list[TenantUsage]:
+        """The same of every tenant that has a quota or pages."""
+        return usages(self.state)
 
     def root(self, namespace: bytes, tenant: str = DEFAULT_TENANT, salt: bytes = b"") -> bytes:
         """The name of one radix tree, for Selection.root and explain()."""
@@ -359,6 +402,11 @@ class Store:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _public_root(self, spec: CacheSpec, tenant: str) -> bytes | None:
+        if tenant == PUBLIC_TENANT:
+            return None
+        return self.root(spec.namespace, PUBLIC_TENANT)
 
     def _tree(self, spec: CacheSpec, tenant: str, salt: bytes) -> TreeInfo:
         state = self.state

@@ -115,6 +115,17 @@ class PrefixIndex:
 
     # Look-up
 
+    def by_root(self, ids: Sequence[int] | Ids) -> list[tuple[bytes, Ids]]:
+        """These pages tree by tree, in their order."""
+        ids = as_ids(ids)
+        numbers = np.frombuffer(self._nodes.tree, np.int32)[self.table.node[ids]]
+        found = []
+        for number in np.unique(numbers).tolist():
+            tree = self._by_number[number]
+            assert tree is not None
+            found.append((tree.root, ids[numbers == number]))
+        return found
+
     def match(self, root: bytes, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> Ids:
         """Ids of the longest stored chain that begins `tokens`. Changes nothing; read-only result.
 

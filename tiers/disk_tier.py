@@ -32,7 +32,14 @@ from kvstore.tiers.page_io import PageIo, PageTask
 from kvstore.tiers.segment import NAME_BYTES_MAX, header_bytes_for, payload_class
 from kvstore.tiers.segment_set import FREED, RESERVED, USED, SegmentSet
 from kvstore.tiers.store_directory import StoreHome
-from kvstore.tiers.tier import Container, PageRecord, ReadStatus, TierError, Usage
+from kvstore.tiers.tier import (
+    SLOT_INDEX_BITS,
+    Container,
+    PageRecord,
+    ReadStatus,
+    TierError,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,6 +218,16 @@ class DiskTier:
     def slot_bytes(self, payload_bytes: int, metadata_bytes: int = 0) -> int:
         """Bytes of the slot that such a page takes: a container of that size can hold it."""
         return payload_class(payload_bytes) + header_bytes_for(metadata_bytes)
+
+    def slots_bytes(self, slots: NDArray[np.int64]) -> int:
+        """Bytes of these slots together, headers included."""
+        ids, counts = np.unique(slots >> SLOT_INDEX_BITS, return_counts=True)
+        found = [self._segments.of(int(each) << SLOT_INDEX_BITS) for each in ids]
+        return sum(
+            segment.shape.slot_bytes * int(count)
+            for segment, count in zip(found, counts, strict=True)
+            if segment is not None
+        )
 
     def stalled_s(self) -> float:
         """Seconds since the oldest disk call in progress began."""
