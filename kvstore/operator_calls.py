@@ -12,6 +12,7 @@ from kvstore.inspection import SORTS
 from kvstore.kvstore_pb2 import Document, EvictReply
 from kvstore.removal import Selection
 from kvstore.servicer import extras_of
+from kvstore.store import Stats
 from kvstore.wire import CHAINS_MAX
 
 if TYPE_CHECKING:
@@ -105,11 +106,26 @@ class OperatorCalls:
         To others than operators: what their own tenant has, and no number of anybody else.
         """
         if call.identity.role is not Role.ADMIN:
-            mine = self._store.tenant_usage(call.identity.tenant)
-            return _document({"warm": self._store.warm, "tenants": [self._tenant(mine)]})
-        return _document(
-            replace(self._store.stats(), service=self._service_stats()).to_dict()
-            | {"tenants": [self._tenant(each) for each in self._store.tenant_usages()]}
+            return _document(self._own_stats(call.identity.tenant).to_dict())
+        tenants = [self._tenant(each) for each in self._store.tenant_usages()]
+        found = replace(self._store.stats(), service=self._service_stats(), tenants=tenants)
+        return _document(found.to_dict())
+
+    def _own_stats(self, tenant: str) -> Stats:
+        mine = self._store.tenant_usage(tenant)
+        return Stats(
+            directory="",
+            warm=self._store.warm,
+            pages=mine.pages,
+            nodes=0,
+            index_bytes=0,
+            trees=0,
+            leases=0,
+            pinned_pages=mine.pinned_pages,
+            dirty_bytes=0,
+            tiers=(),
+            counters={},
+            tenants=[self._tenant(mine)],
         )
 
     def _tenant(self, found: TenantUsage) -> dict[str, Any]:

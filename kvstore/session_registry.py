@@ -131,7 +131,7 @@ class SessionRegistry:
         return TenantHolds(
             tenant,
             lambda: self._quotas().get(tenant, NO_QUOTA),
-            lambda: self._store.lease_bytes_max(tenant),
+            lambda: self._store.state.lease_bytes_max(tenant),
         )
 
     def held_by(self, tenant: str) -> dict[str, int]:
@@ -167,7 +167,7 @@ class SessionRegistry:
     def sweep(self) -> None:
         """End silent sessions, and uploads that nobody goes on with."""
         now = self._clock()
-        wanted = self._store.take_wanted_back()
+        wanted = self._store.state.take_wanted_back()
         for session in list(self._sessions.values()):
             if session.last_sign_s + SILENCE_S < now:
                 _log.warning("a session ended: nothing heard of its client for %g s", SILENCE_S)

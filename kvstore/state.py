@@ -132,6 +132,21 @@ class StoreState:
         if self.closed:
             raise ClosedError("the store is closed; open it again with Store.open()")
 
+    def lease_bytes_max(self, tenant: str) -> int | None:
+        """Bytes of pages that a tenant's sessions together may keep from moving: its share of the
+        arena, or one extent if that is more. None: nobody has a share."""
+        if tenant not in self.tenancy.quotas or self.host is None:
+            return None
+        return max(self.tenancy.host.share(tenant), self.host.extent_bytes)
+
+    def take_wanted_back(self) -> set[str]:
+        """Tenants above their shares whose leases keep another from its share, since last asked."""
+        if not self.wanted_back:
+            return set()
+        with self.lock:
+            wanted, self.wanted_back = self.wanted_back, set()
+        return wanted
+
     @property
     def host_populated(self) -> bool:
         """Whether all memory of the arena is there; at start it comes in the background."""

@@ -98,6 +98,7 @@ class Stats:
     tiers: tuple[TierStats, ...]
     counters: dict[str, int]
     service: dict[str, Any] = field(default_factory=dict)  # who is connected, where a server has it
+    tenants: list[dict[str, Any]] = field(default_factory=list)  # what each has, from a server
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
@@ -264,23 +265,6 @@ class Store:
         made = Tenancy.of(quotas, config.host_bytes, config.disk_bytes)
         with self.state.lock:
             self.state.tenancy = made
-
-    def lease_bytes_max(self, tenant: str) -> int | None:
-        """Bytes of pages that a tenant's sessions together should keep from moving: its share of
-        the arena, or one extent if that is more. None: nobody else has a share."""
-        state = self.state
-        if tenant not in state.tenancy.quotas or state.host is None:
-            return None
-        return max(state.tenancy.host.share(tenant), state.host.extent_bytes)
-
-    def take_wanted_back(self) -> set[str]:
-        """Tenants above their shares whose leases keep another from its share, since last asked."""
-        state = self.state
-        if not state.wanted_back:
-            return set()
-        with state.lock:
-            wanted, state.wanted_back = state.wanted_back, set()
-        return wanted
 
     def tenant_usage(self, tenant: str) -> TenantUsage:
         """What one tenant has now, beside its quota and shares."""

@@ -214,7 +214,7 @@ def test_leases_above_the_share_are_asked_back(store: Store) -> None:
         with store.session(SPEC, tenant="b") as other:
             with other.reserve(prompt(0, 4), deadline_s=0.0) as run:
                 assert run.reason == "full"
-            assert store.take_wanted_back() == {"a"}
+            assert store.state.take_wanted_back() == {"a"}
             for each in held:
                 each.release()
             assert save(other, prompt(0, 4)) == 4
