@@ -167,6 +167,9 @@ def evict(
     extras: Extras = None,
     everything: Annotated[bool, typer.Option("--all", help="All pages of the store.")] = False,
     include_pinned: Annotated[bool, typer.Option(help="Pinned pages too.")] = False,
+    erase_key: Annotated[
+        bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without it, a dry run.")] = False,
     json: Json = False,
 ) -> None:
@@ -189,7 +192,9 @@ def evict(
             older_than_s=older_than_s,
             everything=everything,
         )
-        done = opened.evict(selection, dry_run=not yes, include_pinned=include_pinned)
+        done = opened.evict(
+            selection, dry_run=not yes, include_pinned=include_pinned, erase_key=erase_key
+        )
     output.show_eviction(done, as_json=json)
 
 

@@ -76,6 +76,8 @@ def show_stats(found: Stats, *, as_json: bool) -> None:
             tier.state,
         )
     console.print(table)
+    if found.encryption != "off":
+        console.print(f"encryption at rest: {found.encryption}")
     console.print(
         f"{found.pages} pages in {found.trees} trees; the index takes "
         f"{format_bytes(found.index_bytes)}. The arena and the counters begin with the process "

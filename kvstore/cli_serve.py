@@ -40,6 +40,11 @@ def serve(
     disk_bytes: Size = None,
     staging_bytes: Size = None,
     secret_file: Annotated[Path | None, typer.Option(help="The store secret, to share.")] = None,
+    encrypt: Annotated[
+        bool | None,
+        typer.Option(help="Encrypt pages on disk, a key a tenant.", show_default=False),
+    ] = None,
+    keys_dir: Annotated[Path | None, typer.Option(help="Where those keys are: DIR/keys.")] = None,
     huge_pages: Switch = None,
     max_rpcs: Count = None,
     sessions_max: Count = None,

@@ -154,7 +154,8 @@ def rm(
 ) -> None:
     """Take a tenant and its tokens out; servers refuse them within seconds.
 
-    Its pages stay until they are evicted: `kvstore evict DIR --tenant NAME --yes`.
+    Its pages stay until they are evicted: `kvstore evict DIR --tenant NAME --yes`; with
+    `--erase-key`, where pages are encrypted, no copy of them can be read any more.
     """
 
     def edit(book: TenantBook) -> TenantBook:

@@ -123,6 +123,10 @@ class StoreConfig(BaseModel):
     huge_pages: bool = False
     # The store secret, where several stores must have it in common; else DIR/secret.
     secret_file: OptionalPath = None
+    # New pages on disk with AES-256-GCM, a key a tenant; unset: as the store was.
+    encrypt: bool | None = None
+    # Where the keys are, if not in DIR/keys: on another medium they do not leave with the disk.
+    keys_dir: OptionalPath = None
     # Pages stored longer ago leave; None = only for want of room.
     max_age_s: OptionalSeconds = Field(default=None, gt=0)
     # What may wait for the disk at once; a commit waits no longer than the disk takes.
@@ -162,7 +166,7 @@ class StoreConfig(BaseModel):
     def _check_together(self) -> StoreConfig:
         """What no field can know alone."""
         if self.directory is None:
-            for name in ("disk_directories", "disk_bytes"):
+            for name in ("disk_directories", "disk_bytes", "encrypt", "keys_dir"):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: given, but there is no directory; set dir")
             return self

@@ -139,7 +139,12 @@ class OperatorLike(Protocol):
         """Why this prompt hits or misses among a tenant's pages of one namespace."""
 
     def evict(
-        self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        include_pinned: bool = False,
+        erase_key: bool = False,
     ) -> Eviction:
         """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
 

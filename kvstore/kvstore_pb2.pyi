@@ -240,7 +240,7 @@ class UnpinReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras")
+    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras", "erase_key")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,7 @@ class EvictRequest(_message.Message):
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_PINNED_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    ERASE_KEY_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     namespace_prefix: bytes
     tokens: bytes
@@ -263,7 +264,8 @@ class EvictRequest(_message.Message):
     dry_run: bool
     include_pinned: bool
     extras: Extras
-    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
+    erase_key: bool
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., erase_key: bool = ...) -> None: ...
 
 class EvictReply(_message.Message):
     __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run")

@@ -69,7 +69,10 @@ class OperatorCalls:
             everything=request.everything,
         )
         done = self._store.evict(
-            selection, dry_run=request.dry_run, include_pinned=request.include_pinned
+            selection,
+            dry_run=request.dry_run,
+            include_pinned=request.include_pinned,
+            erase_key=request.erase_key,
         )
         return EvictReply(**asdict(done))
 

@@ -112,7 +112,12 @@ class OperatorClient:
         return self._record(Explanation, self._document("Explain", request))
 
     def evict(
-        self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        include_pinned: bool = False,
+        erase_key: bool = False,
     ) -> Eviction:
         """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
         if not isinstance(selection, Selection):
@@ -132,6 +137,7 @@ class OperatorClient:
             everything=selection.everything,
             dry_run=dry_run,
             include_pinned=include_pinned,
+            erase_key=erase_key,
         )
         reply = self._question("Evict", request, DEADLINE_S_MAX)
         return Eviction(

@@ -16,6 +16,7 @@ from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.prefix_index.page_table import HELD
 from kvstore.request import checked_extras, checked_tokens
 from kvstore.state import NO_PAGE
+from kvstore.tenant import check_name
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ class Selection:
             raise InvalidRequest(
                 "evict: name a prefix, tenant, namespace, writer or age, or say everything"
             )
+
+    def names_a_tenant_only(self) -> bool:
+        """Whether all pages of one tenant are meant, and nothing else."""
+        others = set(self.__dataclass_fields__) - {"tenant", "everything"}
+        return self.tenant is not None and all(getattr(self, name) is None for name in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,25 @@ def evict(
     if left:
         return Eviction(chains, len(going) - left, size, kept_leased + left, kept_pinned, False)
     return report
+
+
+def erase_key(state: StoreState, selection: Selection, *, dry_run: bool) -> None:
+    """Delete the key of the selected tenant; its pages are to be evicted after it.
+
+    Raises InvalidRequest where that makes no sense, DirectoryError when the key can't be deleted.
+    """
+    if not selection.names_a_tenant_only() or selection.tenant is None:
+        raise InvalidRequest("evict: a key is erased with all of its tenant; name a tenant only")
+    check_name("tenant", selection.tenant)
+    cipher = state.disk.cipher if state.disk is not None else None
+    if cipher is None:
+        raise InvalidRequest("evict: nothing is encrypted here, so there is no key to erase")
+    if dry_run:
+        return
+    try:
+        cipher.erase(selection.tenant)
+    except TierError as exc:
+        raise DirectoryError(f"nothing is evicted: {exc}") from exc
 
 
 def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:

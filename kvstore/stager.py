@@ -229,6 +229,8 @@ class Stager:
             return
         if status is ReadStatus.CORRUPT:
             counters.corrupt_pages += 1
+        elif status is ReadStatus.LOCKED:
+            counters.key_missing += 1
         else:
             counters.stale_pages += 1
         # An earlier page of the group may have taken this one along.

@@ -68,6 +68,7 @@ class Counters:
     demotions: int = 0
     corrupt_pages: int = 0
     stale_pages: int = 0
+    key_missing: int = 0  # encrypted pages whose key is gone
     disk_read_errors: int = 0
     host_evictions: int = 0
     disk_evictions: int = 0

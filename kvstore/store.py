@@ -26,6 +26,7 @@ from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
 from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
+from kvstore.key_folder import AtRest, open_at_rest
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
@@ -97,6 +98,7 @@ class Stats:
     dirty_bytes: int
     tiers: tuple[TierStats, ...]
     counters: dict[str, int]
+    encryption: str = "off"  # of pages on disk: "off", or "on" and what is not
     service: dict[str, Any] = field(default_factory=dict)  # who is connected, where a server has it
     tenants: list[dict[str, Any]] = field(default_factory=list)  # what each has, from a server
 
@@ -114,7 +116,7 @@ class Store:
         Raises DirectoryError when the directory can't be used, CapacityError when the machine has
         not what is asked.
         """
-        disk, secret = _open_disk(config, files)
+        disk, secret, at_rest = _open_disk(config, files)
         try:
             host = _open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config))
@@ -136,7 +138,7 @@ class Store:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._warm_start: WarmStart | None = None
         if disk is not None and self._writer is not None:
-            remember(config, state.secret)
+            _remember(config, state.secret, at_rest)
             state.next_sequence = (disk.boot_number << SEQUENCE_BITS) + 1
             self._writer.start(self._evictor)
             self._warm_start = WarmStart(state, disk)
@@ -240,11 +242,18 @@ class Store:
         return self._writer is not None and self._writer.flush(deadline)
 
     def evict(
-        self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        include_pinned: bool = False,
+        erase_key: bool = False,
     ) -> Eviction:
         """Remove pages by prefix, tenant, namespace, writer or age, with all below them.
 
         A prefix is one of the tree `root`, else of the whole `namespace` and the `tenant`.
+        With `erase_key`, first delete the key of the tenant that alone is selected, so that nothing
+        that is left of its pages on any disk or in a backup can be read; its pins do not hold then.
         """
         self.state.require_open()
         if not isinstance(selection, Selection):
@@ -252,6 +261,9 @@ class Store:
         if selection.prefix is not None and selection.root is None and selection.namespace:
             root = self.root(selection.namespace, selection.tenant or DEFAULT_TENANT)
             selection = replace(selection, root=root)
+        if erase_key:
+            removal.erase_key(self.state, selection, dry_run=dry_run)
+            include_pinned = True
         return removal.evict(
             self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
         )
@@ -340,6 +352,7 @@ class Store:
                 dirty_bytes=self._writer.dirty_bytes if self._writer is not None else 0,
                 tiers=tuple(_tier_stats(state)),
                 counters=state.counters.to_dict(),
+                encryption=_encryption(state),
             )
 
     def check(self) -> None:
@@ -412,11 +425,11 @@ def _keep_nothing(pages: object) -> int:
 
 def _open_disk(
     config: StoreConfig, files: FileLayer | None
-) -> tuple[DiskTier | None, bytes | None]:
-    """The disk tier and the store secret; None where the store lives in memory only."""
+) -> tuple[DiskTier | None, bytes | None, AtRest | None]:
+    """The disk tier, the store secret, and encryption; None where all is in memory or plain."""
     if config.directory is None or config.disk_bytes == 0:
         secret = load_secret(config.secret_file) if config.secret_file else None
-        return None, secret
+        return None, secret, None
     from kvstore.tiers.disk_tier import DiskTier  # a memory-only store needs no LMDB
 
     try:
@@ -430,10 +443,30 @@ def _open_disk(
     except (TierError, OSError) as exc:
         raise DirectoryError(f"{config.directory}: {exc}") from exc
     try:
-        return disk, _secret(config)
+        secret = _secret(config)  # only now that the directory is known to be ours
+        at_rest = open_at_rest(config, secret)
+        if at_rest is not None:
+            disk.use_cipher(at_rest.cipher)
+        return disk, secret, at_rest
     except BaseException:
         disk.close()
         raise
+
+
+def _remember(config: StoreConfig, secret: bytes, at_rest: AtRest | None) -> None:
+    if not remember(config, secret, at_rest.noted if at_rest else None) and at_rest:
+        raise DirectoryError(
+            f"{config.directory / FILE_NAME if config.directory else ''}: cannot be written; "
+            "a store must remember that it is encrypted"
+        )
+
+
+def _encryption(state: StoreState) -> str:
+    disk = state.disk
+    if disk is None or not disk.encrypts:
+        return "off"
+    plain = disk.plain_pages_found
+    return f"on; {plain} pages from before were plain at the start" if plain else "on"
 
 
 def _secret(config: StoreConfig) -> bytes:

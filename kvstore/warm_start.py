@@ -52,6 +52,8 @@ class WarmStart:
         state = self._state
         try:
             self._disk.load()
+            with state.lock:
+                state.counters.key_missing += self._disk.counters.key_missing
             for rows in self._disk.rows():
                 self._load_tree(rows)
                 if self._stopping:

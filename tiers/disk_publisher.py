@@ -23,6 +23,7 @@ from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.disk_space import DiskSpace
     from kvstore.tiers.disk_state import DiskState
     from kvstore.tiers.file_layer import FileLayer
@@ -72,6 +73,7 @@ class Publisher:
         self._syncer = syncer
         self._state = state
         self._map_bytes = map_bytes
+        self.cipher: Cipher | None = None  # for the catalog when it is opened again
         self._group_bytes = GROUP_BYTES_MIN
         self._proven = False
 
@@ -186,7 +188,7 @@ class Publisher:
             if error.full:
                 self._space.drop_reserve()
             scan_catalog(directory)
-            self.catalog = Catalog(directory, self._map_bytes, self._files)
+            self.catalog = Catalog(directory, self._map_bytes, self._files, self.cipher)
             self.catalog.commit(slots)
         except (CatalogError, OSError) as second:
             self._state.become(TierState.READ_ONLY, f"catalog failed: {second}")

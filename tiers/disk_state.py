@@ -29,6 +29,7 @@ class Counters:
     read_errors: int = 0
     corrupt_pages: int = 0
     stale_pages: int = 0
+    key_missing: int = 0  # pages whose key is gone: given up at load, or asked for later
     records_dropped: int = 0  # at load: unsound, orphaned, or their slot is gone
     commits: int = 0
     catalog_reopens: int = 0

@@ -26,6 +26,7 @@ from kvstore.tiers.disk_publisher import Publisher
 from kvstore.tiers.disk_recovery import Recovery
 from kvstore.tiers.disk_space import DiskSpace
 from kvstore.tiers.disk_state import Counters, DiskState, TierState
+from kvstore.tiers.encrypted_page import HEADER_SEAL_BYTES
 from kvstore.tiers.file_layer import FileLayer
 from kvstore.tiers.io_pool import IoPool
 from kvstore.tiers.page_io import PageIo, PageTask
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.page_rows import RootRows
 
 log = logging.getLogger("kvstore.tiers.disk")
@@ -89,6 +91,7 @@ class DiskTier:
         # Syncs must not stand in line behind the next group's writes.
         sync_threads = min(SYNC_THREADS_MAX, 2 * len(home.paths))
         self._syncer = IoPool(sync_threads, queue_calls_max, QUEUE_WAIT_S)
+        self.cipher: Cipher | None = None  # see use_cipher
         self._page_io = self.page_io_type(files, self._pool, home.identity.store_uuid)
         self._publisher = self.publisher_type(
             home,
@@ -100,6 +103,7 @@ class DiskTier:
             self._state,
             self._map_bytes,
         )
+        self.plain_pages_found = 0  # by `load`, in a store that encrypts
         self._rows: list[RootRows] = []
         self._has_catalog = False
         self._pid = os.getpid()
@@ -117,12 +121,14 @@ class DiskTier:
         force_network: bool = False,
         load: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        cipher: Cipher | None = None,
     ) -> DiskTier:
         """Lock and open the store in `directories` (the first holds the catalog), or make one.
 
         Without `load` only the quick part is done, which can refuse: in use, foreign owner, newer
         format, network file system, no rights. The rest, `load`, is done by the first call that
-        needs it, usually `rows`; other calls wait for it. Raises TierError.
+        needs it, usually `rows`; other calls wait for it. `cipher` as in `use_cipher`. Raises
+        TierError.
         """
         files = files or FileLayer()
         home = StoreHome(directories, files, force=force_network)
@@ -138,6 +144,8 @@ class DiskTier:
         except TierError:
             home.close()
             raise
+        if cipher is not None:
+            tier.use_cipher(cipher)
         if load:
             try:
                 tier.load(progress)
@@ -145,6 +153,16 @@ class DiskTier:
                 tier.close()
                 raise
         return tier
+
+    def use_cipher(self, cipher: Cipher) -> None:
+        """Read encrypted pages and, if the cipher writes, encrypt new ones. Before `load`.
+
+        The cipher belongs to this store from now on.
+        """
+        if self.state is not TierState.LOADING:
+            raise ValueError("a cipher is given to a tier before it is loaded")
+        cipher.store_uuid = self.store_uuid
+        self.cipher = self._page_io.cipher = self._publisher.cipher = cipher
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Verify or rebuild the catalog and open the segments; `rows` has the pages after it.
@@ -158,6 +176,7 @@ class DiskTier:
             recovery = Recovery(
                 self._home, self._files, self._segments, self._space, self._map_bytes, progress
             )
+            recovery.cipher = self.cipher
             try:
                 found = recovery.run()
             except TierError as error:
@@ -165,6 +184,8 @@ class DiskTier:
                 raise
             self._rows = found.rows
             self._state.counters.records_dropped = found.records_dropped
+            self._state.counters.key_missing = found.locked_pages
+            self.plain_pages_found = found.plain_pages if self.encrypts else 0
             if found.catalog is None:
                 reason = f"{self._home.first} is on a read-only file system"
                 self._state.become(TierState.READ_ONLY, reason)
@@ -215,9 +236,14 @@ class DiskTier:
         """Whether all segments are read and written past the page cache."""
         return all(segment.direct for segment in self._segments)
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether new pages are encrypted."""
+        return self.cipher is not None and self.cipher.writes
+
     def slot_bytes(self, payload_bytes: int, metadata_bytes: int = 0) -> int:
         """Bytes of the slot that such a page takes: a container of that size can hold it."""
-        return payload_class(payload_bytes) + header_bytes_for(metadata_bytes)
+        return payload_class(payload_bytes) + self._header_bytes(metadata_bytes)
 
     def slots_bytes(self, slots: NDArray[np.int64]) -> int:
         """Bytes of these slots together, headers included."""
@@ -251,7 +277,7 @@ class DiskTier:
         """
         self._use()
         capacity = payload_class(payload_bytes)
-        header = header_bytes_for(metadata_bytes)
+        header = self._header_bytes(metadata_bytes)
         taken = self._take(capacity, header, count)
         if len(taken) == count or not self._state.ready:
             return taken
@@ -277,6 +303,11 @@ class DiskTier:
         if not len(slots) == len(pages) == len(payloads):
             raise ValueError(f"{len(slots)} slots, {len(pages)} pages, {len(payloads)} payloads")
         results = [False] * len(slots)
+        if self.cipher is not None and self.cipher.writes:
+            problem = self.cipher.prepare({page.tenant for page in pages})
+            if problem:
+                self._space.last_refusal = problem
+                return results
         tasks = [
             self._write_task(position, slots[position], pages[position], payloads[position])
             for position in range(len(slots))
@@ -421,6 +452,8 @@ class DiskTier:
                 with contextlib.suppress(TierError):  # said in the log; the disk is what it is
                     self._publisher.erase()
                 self._publisher.prove()
+            elif self.state is TierState.LOADING:
+                self._home.excuse_start()
             self._state.become(TierState.CLOSED, "closed")
             if not (self._pool.close(CLOSE_WAIT_S) and self._syncer.close(CLOSE_WAIT_S)):
                 log.error("%s: the disk does not answer; its files stay open", self._home.first)
@@ -431,6 +464,9 @@ class DiskTier:
             self._home.close()
 
     # -- private --------------------------------------------------------------------------------
+
+    def _header_bytes(self, metadata_bytes: int) -> int:
+        return header_bytes_for(metadata_bytes + (HEADER_SEAL_BYTES if self.encrypts else 0))
 
     def _take(self, payload_capacity: int, header_bytes: int, count: int) -> list[int]:
         with self._state.lock:
@@ -452,7 +488,7 @@ class DiskTier:
             )
         names = max(len(page.tenant.encode()), len(page.writer.encode()))
         metadata = len(page.tokens) + len(page.extras)
-        if names > NAME_BYTES_MAX or header_bytes_for(metadata) > shape.header_bytes:
+        if names > NAME_BYTES_MAX or self._header_bytes(metadata) > shape.header_bytes:
             self._space.last_refusal = (
                 f"disk tier: {metadata} bytes of tokens and extras, names of up to {names}, do not "
                 f"fit a header of {shape.header_bytes}"
@@ -466,6 +502,7 @@ class DiskTier:
             self.counters.corrupt_pages += statuses.count(ReadStatus.CORRUPT)
             self.counters.stale_pages += statuses.count(ReadStatus.STALE)
             self.counters.read_errors += statuses.count(ReadStatus.ERROR)
+            self.counters.key_missing += statuses.count(ReadStatus.LOCKED)
 
     def _use(self) -> None:
         """Refuse use after a fork; load when nobody did."""
