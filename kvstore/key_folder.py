@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ class KeyFolder:
                 if not self.exists:
                     replace_private(self.folder / MARK_NAME, mark)
                     _sync(self.folder.parent)
+                _check_folder(self.folder)
                 found = read_private("key folder", self.folder / MARK_NAME, MARK_BYTES_MAX)
         except OSError as exc:
             raise DirectoryError(f"{exc.filename}: {exc.strerror}: keys cannot be kept") from exc
@@ -156,6 +158,21 @@ def open_at_rest(config: StoreConfig, secret: bytes) -> AtRest | None:
     except (TierError, OSError) as exc:
         raise DirectoryError(f"{config.directory}: {exc}") from exc
     return AtRest(cipher, folder, Encryption(wanted, place))
+
+
+def _check_folder(folder: Path) -> None:
+    """Who can write in a folder can delete its keys, and put others there."""
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"key folder {folder}: belongs to uid {found.st_uid}, this process is uid "
+            f"{os.geteuid()}; use a folder of your own"
+        )
+    if found.st_mode & 0o022:
+        raise ConfigError(
+            f"key folder {folder}: mode {stat.S_IMODE(found.st_mode):04o} lets others write in it; "
+            f"run: chmod 700 {folder}"
+        )
 
 
 def _read(path: Path) -> bytes:

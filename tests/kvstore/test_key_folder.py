@@ -111,6 +111,14 @@ def test_a_folder_of_another_store_or_of_nobody_is_refused(folder: KeyFolder) ->
     KeyFolder(folder.folder, SECRET).open(create=False)
 
 
+def test_a_folder_in_which_others_can_write_is_refused(folder: KeyFolder) -> None:
+    folder.folder.chmod(0o770)
+    with pytest.raises(ConfigError, match="mode 0770 lets others write in it; run: chmod 700"):
+        folder.open(create=False)
+    folder.folder.chmod(0o750)
+    folder.open(create=False)
+
+
 def _make(folder: Path, start: object, answers: object) -> None:
     start.wait()  # type: ignore[attr-defined]
     mine = KeyFolder(folder, SECRET)

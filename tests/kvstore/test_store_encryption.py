@@ -8,9 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from known_pages import SPEC, load, prompt, save
+from known_pages import PAGE_TOKENS, SPEC, load, prompt, save
+from raw_client import RawClient
+from server_process import ServerProcess
 
 from kvstore import Store
+from kvstore import kvstore_pb2 as messages
+from kvstore.connect import connect
 from kvstore.errors import ConfigError, DirectoryError, InvalidRequest
 from kvstore.removal import Selection
 
@@ -40,6 +44,7 @@ def key_files(path: Path) -> list[Path]:
     return sorted((path / "store" / "keys").glob("*.key"))
 
 
+@pytest.mark.slow
 def test_an_encrypted_store_stays_so_until_told_otherwise(tmp_path: Path) -> None:
     with opened(tmp_path, encrypt=True) as store:
         fill(store, "a")
@@ -61,6 +66,7 @@ def test_an_encrypted_store_stays_so_until_told_otherwise(tmp_path: Path) -> Non
         store.check()
 
 
+@pytest.mark.slow
 def test_it_stays_so_without_its_settings_file(tmp_path: Path) -> None:
     with opened(tmp_path, encrypt=True) as store:
         fill(store, "a")
@@ -79,6 +85,7 @@ def test_a_plain_store_has_no_keys_and_says_off(tmp_path: Path) -> None:
     assert "encrypt" not in json.loads((tmp_path / "store" / "settings.json").read_bytes())
 
 
+@pytest.mark.slow
 def test_a_deleted_key_file_deletes_its_tenant_and_no_other(tmp_path: Path) -> None:
     with opened(tmp_path, encrypt=True) as store:
         fill(store, "a")
@@ -98,6 +105,7 @@ def test_a_deleted_key_file_deletes_its_tenant_and_no_other(tmp_path: Path) -> N
         assert store.stats().counters["key_missing"] == 0
 
 
+@pytest.mark.slow
 def test_a_running_store_erases_a_tenant_with_its_key(tmp_path: Path) -> None:
     with opened(tmp_path, encrypt=True) as store:
         fill(store, "a")
@@ -138,6 +146,7 @@ def test_a_key_is_erased_only_with_all_of_its_tenant(tmp_path: Path, selection: 
     assert len(key_files(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_keys_can_live_elsewhere_and_a_missing_medium_is_no_reason_to_drop_pages(
     tmp_path: Path,
 ) -> None:
@@ -156,6 +165,7 @@ def test_keys_can_live_elsewhere_and_a_missing_medium_is_no_reason_to_drop_pages
         assert hits(store, "a") == PROMPTS * PAGES
 
 
+@pytest.mark.slow
 def test_pages_of_a_folder_that_is_gone_can_be_given_up_on_purpose(tmp_path: Path) -> None:
     with opened(tmp_path, encrypt=True, keys_dir=tmp_path / "keys") as store:
         fill(store, "a")
@@ -175,6 +185,7 @@ def test_keys_dir_alone_is_refused_and_so_is_encryption_in_memory(tmp_path: Path
         Store.open(None, host_bytes=1 << 20, encrypt=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_key_file_is_named_before_anything_is_dropped(tmp_path: Path) -> None:
     with opened(tmp_path, encrypt=True) as store:
         fill(store, "a")
@@ -225,3 +236,33 @@ def test_the_command_erases_a_key_and_tells_of_encryption(tmp_path: Path) -> Non
     with opened(tmp_path) as store:
         assert hits(store, "a") == 0
         assert hits(store, "b") == PROMPTS * PAGES
+
+
+@pytest.mark.slow
+def test_a_server_encrypts_and_erases_a_key_on_an_operators_word(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    flags = ("--host-bytes=32MiB", "--disk-bytes=64MiB", "--encrypt", f"--keys-dir={keys}")
+    tokens, mark = prompt(0, PAGES), b"MARK-OF-A-PAGE"
+    with ServerProcess(tmp_path / "store", *flags) as server:
+        server.start()
+        with connect(server.address) as store:
+            session = store.session(SPEC)
+            with session.reserve(tokens, deadline_s=10) as run:
+                for view in run.views():
+                    view[:] = (mark * (len(view) // len(mark) + 1))[: len(view)]
+                assert run.commit(durable=True).durable
+        server.kill()
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        [key] = [path.read_bytes() for path in keys.glob("*.key")]
+        assert any(path.name == "data.mdb" for path in files)
+        for path in files:
+            content = path.read_bytes()
+            assert mark not in content
+            assert tokens[:PAGE_TOKENS].tobytes() not in content
+            assert path.parent == keys or (key not in content and key.hex().encode() not in content)
+        server.start()
+        raw = RawClient(f"unix:{server.socket}")
+        evict = messages.EvictRequest(tenant="default", erase_key=True)
+        assert raw.call("Evict", evict).pages == PAGES
+        raw.channel.close()
+        assert list(keys.glob("*.key")) == []
