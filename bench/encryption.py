@@ -31,11 +31,13 @@ MIB = 1 << 20
 KINDS = ("plain", "encrypted")
 SLOT_BYTES = 8192
 START = """
-import sys, time
+import resource, sys, time
 from kvstore import Store
 begin = time.perf_counter()
 store = Store.open(sys.argv[1], host_bytes=1 << 24)
-print(time.perf_counter() - begin, store.stats().pages)
+taken = time.perf_counter() - begin
+used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(taken, sum(each.ru_utime + each.ru_stime for each in used), store.stats().pages)
 store.close()
 """
 
@@ -112,12 +114,12 @@ def build(directory: Path, pages: int, seed: int, *, encrypt: bool) -> None:
         store.flush(60)
 
 
-def start(directory: Path) -> tuple[float, int]:
-    """Seconds until a new process has a store warm, and its pages."""
+def start(directory: Path) -> tuple[float, float, int]:
+    """Seconds until a new process has a store warm, seconds of processor, and its pages."""
     command = [sys.executable, "-c", START, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    taken, pages = done.stdout.split()
-    return float(taken), int(pages)
+    taken, used, pages = done.stdout.split()
+    return float(taken), float(used), int(pages)
 
 
 def measure_starts(
@@ -127,14 +129,19 @@ def measure_starts(
     for kind in KINDS:
         build(directory / f"store-{kind}", pages, seed, encrypt=kind == "encrypted")
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    processor: dict[str, list[float]] = {kind: [] for kind in KINDS}
     found = {}
     for number in range(pairs + 1):
         for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-            taken, found[kind] = start(directory / f"store-{kind}")
+            taken, used, found[kind] = start(directory / f"store-{kind}")
             if number:  # the first one fills the page cache
                 seconds[kind].append(taken)
+                processor[kind].append(used)
     facts: dict[str, object] = {
         f"{kind}_start_s": round(statistics.median(taken), 3) for kind, taken in seconds.items()
+    }
+    facts |= {
+        f"{kind}_start_cpu_s": round(statistics.median(used), 3) for kind, used in processor.items()
     }
     facts |= {f"{kind}_start_pages": count for kind, count in found.items()}
     return paired_ratio(seconds["plain"], seconds["encrypted"]), facts

@@ -30,7 +30,14 @@ from kvstore.key_folder import AtRest, open_at_rest
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
-from kvstore.remembered import FILE_NAME, mark_of, remember, remembered, secret_mark
+from kvstore.remembered import (
+    FILE_NAME,
+    mark_of,
+    remember,
+    remembered,
+    remembered_encryption,
+    secret_mark,
+)
 from kvstore.removal import Selection
 from kvstore.request import (
     checked_chain_id,
@@ -123,6 +130,8 @@ class Store:
             self.state = StoreState(
                 config, index, host, disk, LruPolicy(), secret or secrets.token_bytes(32)
             )
+            if disk is not None:
+                _remember(config, self.state.secret, at_rest)
         except BaseException:
             if disk is not None:
                 disk.close()
@@ -138,7 +147,6 @@ class Store:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._warm_start: WarmStart | None = None
         if disk is not None and self._writer is not None:
-            _remember(config, state.secret, at_rest)
             state.next_sequence = (disk.boot_number << SEQUENCE_BITS) + 1
             self._writer.start(self._evictor)
             self._warm_start = WarmStart(state, disk)
@@ -454,10 +462,12 @@ def _open_disk(
 
 
 def _remember(config: StoreConfig, secret: bytes, at_rest: AtRest | None) -> None:
-    if not remember(config, secret, at_rest.noted if at_rest else None) and at_rest:
+    assert config.directory is not None, "a store with a disk has a directory"
+    noted = at_rest.noted if at_rest is not None else None
+    if not remember(config, secret, noted) and noted != remembered_encryption(config.directory):
         raise DirectoryError(
-            f"{config.directory / FILE_NAME if config.directory else ''}: cannot be written; "
-            "a store must remember that it is encrypted"
+            f"{config.directory / FILE_NAME}: cannot be written, and a store must remember that "
+            "it is encrypted: make room, or check who owns the directory"
         )
 
 
