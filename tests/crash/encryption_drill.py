@@ -169,6 +169,18 @@ def lives(directory: Path, cycles: int, seed: int, *, encrypt: bool) -> dict[str
     return {"marks": worst, "files": files, "bytes": total, "acknowledged": acknowledged}
 
 
+def restore(directory: Path) -> None:
+    """Store again what was evicted meanwhile; to read is to make others the oldest."""
+    wanted = [(tenant, number) for tenant in TENANTS for number in range(KEPT_PROMPTS)]
+    with opened(directory, encrypt=True) as store:
+        for _ in range(5):
+            for tenant, number in wanted:
+                read(store, tenant, number)
+            for tenant, number in wanted:
+                save(store, tenant, number)
+                read(store, tenant, number)
+
+
 def readable(directory: Path) -> tuple[dict[str, int], dict[str, int], int, str]:
     """Pages of the kept prompts that hit, by tenant; counters; bytes of slots in use."""
     with opened(directory, encrypt=True) as store:
@@ -187,10 +199,7 @@ def drill(scratch: Path, cycles: int, seed: int) -> dict[str, Any]:
     encrypted, plain = scratch / "encrypted", scratch / "plain"
     life = lives(encrypted, cycles, seed, encrypt=True)
     control = lives(plain, 2, seed, encrypt=False)
-    with opened(encrypted, encrypt=True) as store:  # what was evicted meanwhile is stored again
-        for tenant in TENANTS:
-            for number in range(KEPT_PROMPTS):
-                save(store, tenant, number)
+    restore(encrypted)
     before, _, used_before, state = readable(encrypted)
     red, blue = TENANTS
     folder = KeyFolder(encrypted / "keys", load_secret(encrypted / "secret"))
