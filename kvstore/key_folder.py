@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, DirectoryError
 from kvstore.private_file import locked_folder, read_private, replace_private
-from kvstore.remembered import FILE_NAME, Encryption, mark_of, remembered_encryption
+from kvstore.remembered import FILE_NAME, Encryption, mark_of, remember, remembered_encryption
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
@@ -158,6 +158,17 @@ def open_at_rest(config: StoreConfig, secret: bytes) -> AtRest | None:
     except (TierError, OSError) as exc:
         raise DirectoryError(f"{config.directory}: {exc}") from exc
     return AtRest(cipher, folder, Encryption(wanted, place))
+
+
+def remember_opening(config: StoreConfig, secret: bytes, at_rest: AtRest | None) -> None:
+    """Note how a store was opened; DirectoryError if it could forget that it is encrypted."""
+    assert config.directory is not None, "a store with a disk has a directory"
+    noted = at_rest.noted if at_rest is not None else None
+    if not remember(config, secret, noted) and noted != remembered_encryption(config.directory):
+        raise DirectoryError(
+            f"{config.directory / FILE_NAME}: cannot be written, and a store must remember that "
+            "it is encrypted: make room, or check who owns the directory"
+        )
 
 
 def _check_folder(folder: Path) -> None:

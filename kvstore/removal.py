@@ -70,7 +70,7 @@ class Selection:
 
     def names_a_tenant_only(self) -> bool:
         """Whether all pages of one tenant are meant, and nothing else."""
-        others = set(self.__dataclass_fields__) - {"tenant", "everything"}
+        others = set(self.__dataclass_fields__) - {"tenant", "everything", "extras"}
         return self.tenant is not None and all(getattr(self, name) is None for name in others)
 
 

@@ -26,18 +26,11 @@ from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
 from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
-from kvstore.key_folder import AtRest, open_at_rest
+from kvstore.key_folder import AtRest, open_at_rest, remember_opening
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
-from kvstore.remembered import (
-    FILE_NAME,
-    mark_of,
-    remember,
-    remembered,
-    remembered_encryption,
-    secret_mark,
-)
+from kvstore.remembered import FILE_NAME, mark_of, remembered, secret_mark
 from kvstore.removal import Selection
 from kvstore.request import (
     checked_chain_id,
@@ -131,7 +124,7 @@ class Store:
                 config, index, host, disk, LruPolicy(), secret or secrets.token_bytes(32)
             )
             if disk is not None:
-                _remember(config, self.state.secret, at_rest)
+                remember_opening(config, self.state.secret, at_rest)
         except BaseException:
             if disk is not None:
                 disk.close()
@@ -459,16 +452,6 @@ def _open_disk(
     except BaseException:
         disk.close()
         raise
-
-
-def _remember(config: StoreConfig, secret: bytes, at_rest: AtRest | None) -> None:
-    assert config.directory is not None, "a store with a disk has a directory"
-    noted = at_rest.noted if at_rest is not None else None
-    if not remember(config, secret, noted) and noted != remembered_encryption(config.directory):
-        raise DirectoryError(
-            f"{config.directory / FILE_NAME}: cannot be written, and a store must remember that "
-            "it is encrypted: make room, or check who owns the directory"
-        )
 
 
 def _encryption(state: StoreState) -> str:
