@@ -26,11 +26,14 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 # Tiers by number: columns and bits are indexed by it.
 HOST = 0
 DISK = 1
-TIERS = 2
+REDIS = 2
+TIERS = 3
+LOCAL_TIERS = 2  # this store's own: those below it, by number
 NO_PAGE = -1
 NO_SLOT = -1
 
-# The state byte:  bit 0 in host | bit 1 in disk | bit 6 leased or pinned | bit 7 has extras
+# The state byte:  bit 0 in host | bit 1 in disk | bit 2 in redis | bit 6 leased or pinned | bit 7 has
+# extras
 TIER_BITS = (1 << TIERS) - 1
 HELD = 1 << 6
 HAS_EXTRAS = 1 << 7
