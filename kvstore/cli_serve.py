@@ -51,6 +51,13 @@ def serve(
     workers: Count = None,
     waiting_workers: Count = None,
     io_threads: Count = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
+    ] = None,
+    redis_bytes: Size = None,
+    redis_ttl_s: Duration = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="0600.")] = None,
+    redis_lookup_s: Duration = None,
     drain_s: Duration = None,
     idle_exit_s: Duration = None,
     insecure_network: Switch = None,

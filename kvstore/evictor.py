@@ -78,6 +78,7 @@ class Evictor:
         host = self._state.host
         if host is None:
             return 0
+        self._state.drop_idle_remote(0.0)  # a page stays as long as another is known below it
         slot_bytes = aligned(payload_bytes)
         at_most = self._is_at_host_max(tenant, slot_bytes)
         if not at_most and not host.wait_populated(0.0):
@@ -118,6 +119,7 @@ class Evictor:
 
     def make_room_disk(self, tenant: str, payload_bytes: int, slot_bytes: int, count: int) -> int:
         """Take up to `count` pages of that size off the disk; how many pages left it."""
+        self._state.drop_idle_remote(0.0)
         claims, kind = self._disk_claims(), payload_class(payload_bytes)
         within = min(count, -claims.over(tenant) // slot_bytes)
         donors = claims.donors(tenant, slot_bytes)

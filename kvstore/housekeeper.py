@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import removal
+from kvstore.redis_share import IDLE_S
 from kvstore.removal import Selection
-from kvstore.state import DISK, HOST
+from kvstore.state import DISK, HOST, LOCAL_BITS, NO_PAGE, REDIS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +47,7 @@ class Housekeeper:
                 return
             state.index.expire_pins(state.clock())
             state.retry_condemned()
+            state.drop_idle_remote(IDLE_S)
         max_age_s = state.config.max_age_s
         if max_age_s is not None and state.warm:
             removal.evict(state, self._writer, Selection(older_than_s=max_age_s), dry_run=False)
@@ -67,7 +69,7 @@ class Housekeeper:
         with state.lock:
             table = state.index.table
             pages = table.live()
-            for tier, medium in ((HOST, state.host), (DISK, state.disk)):
+            for tier, medium in ((HOST, state.host), (DISK, state.disk), (REDIS, state.redis)):
                 if medium is None:
                     continue
                 if tier == DISK:
@@ -80,6 +82,12 @@ class Housekeeper:
                     raise AssertionError(
                         f"tier {tier}: {len(slots)} pages, {medium.usage().used_slots} slots used"
                     )
+            remote = pages[state.in_tier(pages, REDIS)]
+            if np.any(table.state[remote] & LOCAL_BITS):
+                raise AssertionError("a page of Redis is in a tier of this store too")
+            parents = table.parent[pages[~state.in_tier(pages, REDIS)]]
+            if np.any(state.in_tier(parents[parents != NO_PAGE], REDIS)):
+                raise AssertionError("a page of this store hangs below one that only Redis has")
 
     def recover_slots(self) -> int:
         """Give back published slots that no page has, and had none the last time either; how many.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.prefix_index.page_key import TOKEN_BYTES
-from kvstore.state import DISK, HOST, NO_PAGE
+from kvstore.state import DISK, HOST, NO_PAGE, TIER_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -220,7 +220,9 @@ def explain(
             matched_pages=len(found),
             matched_tokens=len(found) * page_tokens,
             host_pages=in_host,
-            disk_pages=len(found) - in_host,
+            disk_pages=int(
+                np.count_nonzero(~state.in_tier(found, HOST) & state.in_tier(found, DISK))
+            ),
             verdict=_verdict(count, page_tokens, len(found), position),
             differs_at=position,
             prompt_token=_token(tokens, position) if position is not None else None,
@@ -315,7 +317,9 @@ def _facts(state: StoreState, page: int) -> PageFacts:
     return PageFacts(
         page_index=int(table.depth[page]),
         key=table.key[page].tobytes().hex(),
-        tiers=tuple(name for name, there in (("host", in_host), ("disk", in_disk)) if there),
+        tiers=tuple(
+            name for tier, name in enumerate(TIER_NAMES) if (table.state[page] >> tier) & 1
+        ),
         host_slot=int(table.slot[HOST][page]) if in_host else None,
         disk_slot=int(table.slot[DISK][page]) if in_disk else None,
         payload_bytes=int(table.payload_bytes[page]),

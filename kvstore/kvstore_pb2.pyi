@@ -268,20 +268,22 @@ class EvictRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., erase_key: bool = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run")
+    __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run", "redis_pages")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     KEPT_LEASED_FIELD_NUMBER: _ClassVar[int]
     KEPT_PINNED_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    REDIS_PAGES_FIELD_NUMBER: _ClassVar[int]
     chains: int
     pages: int
     payload_bytes: int
     kept_leased: int
     kept_pinned: int
     dry_run: bool
-    def __init__(self, chains: _Optional[int] = ..., pages: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., kept_leased: _Optional[int] = ..., kept_pinned: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+    redis_pages: int
+    def __init__(self, chains: _Optional[int] = ..., pages: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., kept_leased: _Optional[int] = ..., kept_pinned: _Optional[int] = ..., dry_run: bool = ..., redis_pages: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ("limit", "sort")

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.request import checked_deadline
-from kvstore.state import DISK, HOST, TIER_NAMES
+from kvstore.state import HOST, REDIS, TIER_NAMES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,10 +46,11 @@ class Match:
 
     @property
     def tiers(self) -> list[str]:
-        """The fastest tier of each page now: "host" or "disk"."""
+        """The fastest tier of each page now: "host", "disk" or "redis"."""
         with self._state.lock:
-            here = self._state.in_tier(self._page_ids, HOST)
-        return [TIER_NAMES[HOST if there else DISK] for there in here.tolist()]
+            bits = self._state.index.table.state[self._page_ids]
+        # The lowest bit that is set is the fastest tier's.
+        return [TIER_NAMES[(each & -each).bit_length() - 1] for each in bits.tolist()]
 
     @property
     def host_pages(self) -> int:
@@ -83,8 +84,8 @@ class Match:
                 return 0
             wanted = self._page_ids[:pages]
             missing = wanted[~state.in_tier(wanted, HOST)]
-        if len(missing) and self._session.stager is not None:
-            self._session.stager.stage(missing.tolist(), deadline)
+            remote = state.in_tier(missing, REDIS)
+        self._fetch(missing[~remote].tolist(), missing[remote].tolist(), deadline)
         with state.lock:
             return self._count_host()
 
@@ -146,6 +147,15 @@ class Match:
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+    def _fetch(self, on_disk: list[int], in_redis: list[int], deadline: float) -> None:
+        """Wait for pages from both sources at once."""
+        disk, share = self._session.stager, self._session.share
+        coming = share.stager.begin(in_redis) if share is not None and in_redis else []
+        if disk is not None and on_disk:
+            disk.wait(disk.begin(on_disk), deadline)
+        if share is not None and coming:
+            share.stager.wait(coming, deadline)
 
     def _count_host(self) -> int:
         pages = self._state.cut_condemned(self._page_ids)

@@ -1,13 +1,13 @@
 """Eviction on somebody's word: by prefix, tenant, namespace, writer or age.
 
-What is chosen goes with all below it, from every tier, and its slots on disk are wiped. Pages that
-somebody reads or writes right now stay, and so do pinned ones unless asked otherwise; their
+What is chosen goes with all below it, from every tier, its slots on disk are wiped, and Redis is
+told to delete those pages too, for all stores that share it. Pages that somebody reads or writes right now stay, and so do pinned ones unless asked otherwise; their
 ancestors stay with them. All is counted in the answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
+    from kvstore.redis_share import RedisShare
+    from kvstore.redis_writer import RedisWriter
     from kvstore.request import Extras, Tokens
     from kvstore.state import StoreState
 
@@ -84,6 +86,7 @@ class Eviction:
     kept_leased: int  # chosen, but being read or written now, or above such a page
     kept_pinned: int
     dry_run: bool
+    redis_pages: int = 0  # that Redis had too, and has deleted
 
 
 def select(state: StoreState, selection: Selection) -> NDArray[np.int32]:
@@ -109,12 +112,17 @@ def evict(
     *,
     dry_run: bool,
     include_pinned: bool = False,
+    share: RedisShare | None = None,
 ) -> Eviction:
-    """Remove what `selection` names; see the module's docstring for what stays."""
+    """Remove what `selection` names; see the module's docstring for what stays.
+
+    Without `share` the pages stay in Redis, for the other stores.
+    """
     with state.lock:
         pages = select(state, selection)
-        if writer is not None and not dry_run:
-            pages = _leave_queue(state, writer, pages)
+        if not dry_run:
+            writers = [writer, share.writer if share is not None else None]
+            pages = _leave_queues(state, [each for each in writers if each is not None], pages)
         going, kept_leased, kept_pinned = _removable(state, pages, include_pinned)
         going_set = set(going.tolist())
         chains = sum(
@@ -129,16 +137,33 @@ def evict(
         return report
     order = going[::-1]  # deepest first
     left = 0
+    gone: list[tuple[str, bytes, bytes]] = []
     for start in range(0, len(order), STEP_PAGES):
         step = slice(start, start + STEP_PAGES)
-        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned)
+        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned, gone)
     try:
         state.free_wiped_slots()
     except TierError as exc:
         raise DirectoryError(f"evicted from memory, but not wiped from disk: {exc}") from exc
-    if left:
-        return Eviction(chains, len(going) - left, size, kept_leased + left, kept_pinned, False)
-    return report
+    erased = _erase(state, share, gone)
+    return replace(
+        report, pages=len(going) - left, kept_leased=kept_leased + left, redis_pages=erased
+    )
+
+
+def _erase(
+    state: StoreState, share: RedisShare | None, gone: list[tuple[str, bytes, bytes]]
+) -> int:
+    """Delete pages in Redis, parents first so that what is left is never found; how many."""
+    if share is None or not gone:
+        return 0
+    try:
+        return share.tier.erase(gone[::-1])
+    except TierError as exc:
+        raise DirectoryError(
+            f"evicted here, but not erased from Redis, where the pages end within "
+            f"{state.config.redis_ttl_s:g} s: {exc}"
+        ) from exc
 
 
 def erase_key(state: StoreState, selection: Selection, *, dry_run: bool) -> None:
@@ -206,18 +231,19 @@ def _by_columns(state: StoreState, selection: Selection, tops: Iterable[int]) ->
     return out
 
 
-def _leave_queue(
-    state: StoreState, writer: DiskWriter, pages: NDArray[np.int32]
+def _leave_queues(
+    state: StoreState, writers: list[DiskWriter | RedisWriter], pages: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Stop writing what is about to go; wait for what is on its way to the disk this moment.
+    """Stop writing what is about to go; wait for what is on its way this moment.
 
     Returns the pages that are still the same ones: others may have been evicted meanwhile.
     """
     going, table = set(pages.tolist()), state.index.table
     sequences = table.sequence[pages].copy()
-    writer.cancel(going)
+    for writer in writers:
+        writer.cancel(going)
     deadline = state.clock() + WRITE_WAIT_S
-    while writer.is_writing(going) and state.clock() < deadline:
+    while any(each.is_writing(going) for each in writers) and state.clock() < deadline:
         state.changed.wait(0.05)
     state.require_open()
     table = state.index.table
@@ -255,8 +281,12 @@ def _remove_step(
     pages: NDArray[np.int32],
     sequences: NDArray[np.uint64],
     include_pinned: bool,
+    gone: list[tuple[str, bytes, bytes]],
 ) -> int:
-    """Remove pages (deepest first) that are still what they were; how many stayed after all."""
+    """Remove pages (deepest first) that are still what they were; how many stayed after all.
+
+    Adds (tenant, root, key) of the others to `gone`.
+    """
     with state.lock:
         state.require_open()
         table = state.index.table
@@ -271,5 +301,7 @@ def _remove_step(
                 continue
             going.append(page)
             removed.add(page)
+            root = state.index.root_of(page)
+            gone.append((state.trees[root].tenant, root, table.key_of(page)))
         state.remove_pages(np.array(going, dtype=np.int32), wipe=True)
     return len(pages) - len(going)

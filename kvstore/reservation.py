@@ -246,6 +246,8 @@ class Reservation:
             state.unwritten.update(pages.tolist())
         for behind in self._after:
             behind._follow(int(pages[-1]))
+        if self._session.share is not None:
+            self._session.share.writer.enqueue(pages.tolist())
         return int(pages[-1])
 
     def _follow(self, parent: int) -> None:

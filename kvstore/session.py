@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.disk_writer import DiskWriter
     from kvstore.evictor import Evictor
+    from kvstore.redis_share import RedisShare
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Chain
     from kvstore.spec import CacheSpec
@@ -49,6 +50,7 @@ class Session:
         stager: Stager | None,
         disk_writer: DiskWriter | None,
         public_root: bytes | None = None,
+        share: RedisShare | None = None,
     ) -> None:
         self.state = state
         self.spec = spec
@@ -56,6 +58,7 @@ class Session:
         self.tenant = tree.tenant
         self.stager = stager
         self.disk_writer = disk_writer
+        self.share = share
         self.tree = tree
         self.public_root = public_root  # of a tree to find pages in, too
         self._evictor = evictor
@@ -72,19 +75,26 @@ class Session:
         that also decide a page's KV, by page index. Raises InvalidRequest for malformed input.
         """
         values, more = checked_tokens(tokens), checked_extras(extras)
-        state = self.state
+        found = self._match(values, more)
+        if self.share is not None and self.share.finder.look(self.tree, values, more, found.pages):
+            shorter, found = found, self._match(values, more, counted=found.pages)
+            shorter.release()
+        return found
+
+    def _match(self, values: bytes, more: dict[int, bytes], *, counted: int | None = None) -> Match:
+        """Look up and lease; `counted`: the pages of this same look-up that are counted already."""
+        state, counters, known = self.state, self.state.counters, counted or 0
         with state.lock:
             self.require_open()
-            now = state.clock()
             pages = self._found(values, more)
-            counters = state.counters
-            counters.lookups += 1
-            counters.lookup_tokens += len(values) // TOKEN_BYTES
+            if counted is None:
+                counters.lookups += 1
+                counters.lookup_tokens += len(values) // TOKEN_BYTES
             if len(pages):
                 state.index.lease(int(pages[-1]))
-                state.index.touch(pages, now)
-                counters.lookup_hits += 1
-                counters.hit_tokens += len(pages) * self.spec.page_tokens
+                state.index.touch(pages[known:], state.clock())
+                counters.lookup_hits += not known
+                counters.hit_tokens += max(0, len(pages) - known) * self.spec.page_tokens
             found = Match(self, pages)
             self._held.add(found)
         return found
@@ -146,12 +156,13 @@ class Session:
 
         Pins end with the store. Pinning again replaces the time. QuotaError when the tenant would
         hold more pages by pins than its pinned_pages_max.
+        Pages that only Redis has are not this store's to keep.
         """
         ttl = checked_deadline(ttl_s)
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
             self.require_open()
-            pages = self._stored(values, more)
+            pages = self.state.cut_remote(self._stored(values, more))
             refuse_pin_over_quota(self.state, self.tenant, pages)
             if len(pages):
                 self.state.index.pin(int(pages[-1]), self.state.clock() + ttl)
@@ -181,7 +192,7 @@ class Session:
     def last_page(self, chain: Chain) -> int:
         """The deepest page of a stored chain, NO_PAGE if it has gone. The lock is held."""
         tokens, extras = chain
-        pages = self._stored(tokens, extras)
+        pages = self.state.cut_remote(self._stored(tokens, extras))
         whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
         return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
 
@@ -226,7 +237,10 @@ class Session:
         if not state.warm:
             return self._nothing(0, "warming up")
         found = state.index.match(self.root, tokens, extras)
-        start = len(found)
+        own = state.cut_remote(found)
+        if len(own) < len(found) and not state.drop_remote(int(found[len(own)])):
+            return self._nothing(len(own), "in progress")  # somebody brings these pages here
+        found, start = own, len(own)
         if start >= total:
             run = Run(start, NO_PAGE, b"", {}, b"", ())
             return Reservation(self, run, PRESENT, (tokens, extras))

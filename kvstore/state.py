@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import ClosedError
-from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE
+from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS
 from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
 
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.eviction import LruPolicy
     from kvstore.tiers.host_tier import HostTier
+    from kvstore.tiers.redis_tier import RedisTier
 
-__all__ = ["DISK", "HOST", "NO_PAGE", "TIER_NAMES", "Counters", "StoreState", "TreeInfo"]
+__all__ = ["DISK", "HOST", "NO_PAGE", "REDIS", "TIER_NAMES", "Counters", "StoreState", "TreeInfo"]
 
-TIER_NAMES = ("host", "disk")
+TIER_NAMES = ("host", "disk", "redis")
+LOCAL_BITS = (1 << LOCAL_TIERS) - 1
 WRITERS_MAX = 65_536
 SEQUENCE_BITS = 40  # of a page's sequence number; the bits above name the boot that made it
 
@@ -76,6 +78,17 @@ class Counters:
     reservations_refused: int = 0
     slots_recovered: int = 0  # in use and of no page: given back by the housekeeper
     pins_broken: int = 0  # on borrowed bytes that another tenant took within its share
+    redis_lookups: int = 0  # prompts that Redis was asked about
+    redis_hits: int = 0  # of them, those of which it had more than the store
+    redis_lookup_timeouts: int = 0
+    redis_pages_found: int = 0
+    redis_pages_read: int = 0
+    redis_pages_written: int = 0
+    redis_pages_present: int = 0  # need no writing: another store had
+    redis_dropped: int = 0  # not written: the queue was full, or Redis out of reach or memory
+    redis_bad_pages: int = 0  # altered, cut or misplaced in Redis
+    redis_errors: int = 0
+    redis_breaker_opened: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -113,6 +126,9 @@ class StoreState:
     # On disk, no page's any more: to be freed, or wiped and freed, without holding the lock.
     unused_slots: list[int] = field(default_factory=list)
     wiped_slots: list[int] = field(default_factory=list)
+    # Pages that Redis has are in the index while somebody needs them. Such a page is in no other
+    # tier, and neither is any below it: so what Redis loses never costs a page of this store.
+    redis: RedisTier | None = None
 
     tenancy: Tenancy = NO_QUOTAS
     disk_use: dict[str, int] = field(default_factory=dict)  # bytes of slots on disk, by tenant
@@ -249,8 +265,9 @@ class StoreState:
             self.unwritten.discard(page)
         self.leave_host(pages)
         self.leave_disk(pages, wipe=wipe)
+        remote = self.leave_redis(pages)
         self.index.remove(pages)
-        self.counters.pages_dropped += len(pages)
+        self.counters.pages_dropped += len(pages) - remote
         self.changed.notify_all()
 
     def leave_host(self, pages: NDArray[np.int32]) -> int:
@@ -295,6 +312,39 @@ class StoreState:
             mine = slots if len(groups) == 1 else slots[np.isin(pages, ids)]
             found[tenant] = found.get(tenant, 0) + self.disk.slots_bytes(mine)
         return found
+
+    def leave_redis(self, pages: NDArray[np.int32]) -> int:
+        """Know no longer that Redis has those of `pages` that it has; how many there were."""
+        resident = pages[self.in_tier(pages, REDIS)]
+        if len(resident) and self.redis is not None:
+            self.redis.forget(self.index.clear_tier(resident, REDIS).tolist())
+        return len(resident)
+
+    def cut_remote(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The leading pages of a chain that this store has itself."""
+        if self.redis is None:
+            return pages
+        here = self.index.table.state[pages] & LOCAL_BITS != 0
+        return pages if here.all() else pages[: int(here.argmin())]
+
+    def drop_remote(self, page: int) -> bool:
+        """Forget a page that only Redis has, and all below it; False when someone needs them."""
+        pages = self.index.subtree(page)
+        if any(self.is_leased(item) for item in pages.tolist()):
+            return False
+        self.remove_pages(pages[::-1])
+        return True
+
+    def drop_idle_remote(self, idle_s: float) -> int:
+        """Forget pages that only Redis has and nobody asked for lately; how many."""
+        if self.redis is None or not self.redis.usage().used_slots:
+            return 0
+        now = self.clock()
+        pages = self.index.coldest(REDIS, now)
+        recent = self.index.table.last_use[pages] > now - idle_s
+        idle = pages[: int(recent.argmax())] if recent.any() else pages
+        self.remove_pages(idle)
+        return len(idle)
 
     def free_unused_slots(self) -> None:
         """Free what eviction left behind. Call it without the lock: it does I/O."""

@@ -30,6 +30,7 @@ from kvstore.key_folder import AtRest, open_at_rest, remember_opening
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
+from kvstore.redis_share import RedisShare
 from kvstore.remembered import FILE_NAME, mark_of, remembered, secret_mark
 from kvstore.removal import Selection
 from kvstore.request import (
@@ -43,7 +44,7 @@ from kvstore.session import Session
 from kvstore.shares import Tenancy
 from kvstore.spec import CacheSpec
 from kvstore.stager import Stager
-from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
+from kvstore.state import SEQUENCE_BITS, TIER_NAMES, StoreState, TreeInfo
 from kvstore.tenant import load_or_create_secret, load_secret, tenant_secret, tree_root
 from kvstore.tenant_usage import usage, usages
 from kvstore.tiers.eviction import LruPolicy
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from kvstore.tenants import Quota
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.file_layer import FileLayer
+    from kvstore.tiers.tier import Tier
 
 CLOSE_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 600.0
@@ -137,6 +139,7 @@ class Store:
         demote = self._writer.demote if self._writer is not None else _keep_nothing
         self._evictor = Evictor(state, demote)
         self._stager = Stager(state, disk, host, self._evictor) if disk is not None else None
+        self._share = self._open_share(host) if config.redis_url else None
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._warm_start: WarmStart | None = None
         if disk is not None and self._writer is not None:
@@ -232,6 +235,7 @@ class Store:
             stager=self._stager,
             disk_writer=self._writer,
             public_root=self._public_root(spec, tenant) if public and not salt else None,
+            share=self._share,
         )
         self._sessions.add(session)
         return session
@@ -266,7 +270,12 @@ class Store:
             removal.erase_key(self.state, selection, dry_run=dry_run)
             include_pinned = True
         return removal.evict(
-            self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
+            self.state,
+            self._writer,
+            selection,
+            dry_run=dry_run,
+            include_pinned=include_pinned,
+            share=self._share,
         )
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
@@ -341,6 +350,8 @@ class Store:
         state = self.state
         with state.lock:
             state.require_open()
+            if self._share is not None:
+                self._share.count()
             return Stats(
                 directory=str(self.config.directory or ""),
                 warm=state.warm,
@@ -367,6 +378,8 @@ class Store:
                 state.host.check()
         if state.disk is not None:
             state.disk.check()
+        if state.redis is not None:
+            state.redis.check()
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
         """Flush and close; False when the disk did not take all within `deadline_s` seconds."""
@@ -381,6 +394,8 @@ class Store:
             self._warm_start.stop(deadline)
         self._housekeeper.stop(deadline)
         done = self._stager.stop(deadline) if self._stager is not None else True
+        if self._share is not None:
+            self._share.stop(deadline)
         if self._writer is not None:
             done = self._writer.stop(deadline) and done
             state.free_unused_slots()
@@ -405,6 +420,14 @@ class Store:
         if tenant == PUBLIC_TENANT:
             return None
         return self.root(spec.namespace, PUBLIC_TENANT)
+
+    def _open_share(self, host: HostTier) -> RedisShare:
+        try:
+            return RedisShare(self.state, host, self._evictor, self._writer)
+        except BaseException:
+            if self.state.disk is not None:
+                self.state.disk.close()
+            raise
 
     def _tree(self, spec: CacheSpec, tenant: str, salt: bytes) -> TreeInfo:
         state = self.state
@@ -499,11 +522,15 @@ def _open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
 
 def _tier_stats(state: StoreState) -> list[TierStats]:
     rows = []
-    for number, (name, medium) in enumerate((("host", state.host), ("disk", state.disk))):
+    problems = {
+        "disk": state.disk.problem if state.disk is not None else "",
+        "redis": state.redis.state if state.redis is not None else "",
+    }
+    media: tuple[Tier | None, ...] = (state.host, state.disk, state.redis)
+    for number, (name, medium) in enumerate(zip(TIER_NAMES, media, strict=True)):
         if medium is None:
             continue
         usage = medium.usage()
-        problem = state.disk.problem if name == "disk" and state.disk is not None else ""
         rows.append(
             TierStats(
                 name=name,
@@ -512,7 +539,7 @@ def _tier_stats(state: StoreState) -> list[TierStats]:
                 used_bytes=usage.used_bytes,
                 pages=state.resident_pages(number),
                 free_slots=usage.free_slots,
-                state=problem or "ok",
+                state=problems.get(name) or "ok",
             )
         )
     return rows
