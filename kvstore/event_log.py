@@ -38,7 +38,7 @@ class PageEvent:
     tenant: str
     # "stored", "removed"; "lost": what came after the number asked for is not known any more
     kind: str
-    medium: str  # "host", "disk"
+    medium: str  # "host", "disk", "redis"
     keys: bytes  # 16 a page
 
 

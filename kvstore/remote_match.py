@@ -108,7 +108,7 @@ class RemoteMatch:
 
     @property
     def tiers(self) -> list[str]:
-        """The fastest tier of each page when the server last said: "host" or "disk"."""
+        """Where each page was when the server last said: "host", or "disk" for any slower tier."""
         if self._places is None:
             return []
         slots = np.frombuffer(self._places.host_slots, "<i8")

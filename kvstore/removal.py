@@ -1,8 +1,9 @@
 """Eviction on somebody's word: by prefix, tenant, namespace, writer or age.
 
 What is chosen goes with all below it, from every tier, its slots on disk are wiped, and Redis is
-told to delete those pages too, for all stores that share it. Pages that somebody reads or writes right now stay, and so do pinned ones unless asked otherwise; their
-ancestors stay with them. All is counted in the answer.
+told to delete those pages too, for all stores that share it. Pages that somebody reads or writes
+right now stay, and so do pinned ones unless asked otherwise; their ancestors stay with them. All is
+counted in the answer.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LOCAL_TIERS = 2  # this store's own: those below it, by number
 NO_PAGE = -1
 NO_SLOT = -1
 
-# The state byte, from bit 0: in host | in disk | in redis | ... | bit 6 leased or pinned | has extras
+# The state byte, from bit 0: in host | in disk | in redis;  bit 6: leased or pinned, 7: has extras
 TIER_BITS = (1 << TIERS) - 1
 HELD = 1 << 6
 HAS_EXTRAS = 1 << 7

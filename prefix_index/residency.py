@@ -3,9 +3,9 @@
 A page is *active* in a tier if it is resident there, leased or pinned, or has an active child;
 below[tier][page] counts its active children. So "no descendant is resident in that tier" is one
 comparison, and a lease on the deepest page of a chain keeps all its ancestors in every local tier
-they are in. What Redis holds is not this store's to keep: there a lease holds the page itself and
-no more, so that leasing a chain that Redis has nothing of costs nothing. Counts change only where a page turns active or inactive: a step up the chain in the usual
-case, a sweep over whole edges in the worst.
+they are in. What Redis has is not ours to keep: there a lease counts for the page itself only, so
+that leasing a chain of which Redis has nothing costs nothing. Counts change only where a page turns
+active or inactive: a step up the chain in the usual case, a sweep over whole edges in the worst.
 """
 
 from __future__ import annotations
