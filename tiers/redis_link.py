@@ -39,7 +39,8 @@ TURN_WAIT_S = 0.1
 READ_BYTES = 1 << 18
 MARK_TTL_S = 3600
 
-Command = tuple[bytes | memoryview | int, ...]
+# Its name is text: the cluster client looks names up.
+Command = tuple[str | bytes | memoryview | int, ...]
 
 _log = logging.getLogger("kvstore.redis")
 
@@ -53,11 +54,7 @@ class Refusal:
     """A command that Redis answered with an error."""
 
     reason: str
-
-    @property
-    def is_full(self) -> bool:
-        """Whether Redis has no memory left: it wants its limit kept."""
-        return self.reason.startswith("OOM")
+    is_full: bool = False  # Redis has no memory left, and keeps its limit
 
 
 class RedisLink:
@@ -131,7 +128,7 @@ class RedisLink:
                 for command in commands:
                     pipeline.execute_command(*command)
                 replies = pipeline.execute(raise_on_error=False)
-        except (redis.RedisError, OSError) as exc:
+        except Exception as exc:  # the client's own, over replies that are no Redis's, come too
             self._failed(exc)
             raise TierError(f"redis at {self._address}: {_said(exc)}") from exc
         finally:
@@ -140,7 +137,7 @@ class RedisLink:
         if broken is not None:  # a cluster's pipeline returns what others raise
             self._failed(broken)
             raise TierError(f"redis at {self._address}: {_said(broken)}") from broken
-        return [Refusal(_said(each)) if isinstance(each, Exception) else each for each in replies]
+        return [_refusal(each) if isinstance(each, Exception) else each for each in replies]
 
     def _failed(self, exc: Exception) -> None:
         with self._lock:
@@ -191,7 +188,7 @@ class RedisLink:
 
     def _probe(self) -> None:
         """Ask for our mark; without it Redis has lost what it held, or never was asked before."""
-        [found] = self._run([(b"GET", self._mark)])
+        [found] = self._run([("GET", self._mark)])
         if isinstance(found, Refusal):
             self._failed(AuthorizationError(found.reason))
             return
@@ -200,10 +197,10 @@ class RedisLink:
             if self._is_marked:
                 self.losses += 1
                 _log.warning("redis at %s: lost its content", self._address)
-            [said] = self._run([(b"SET", self._mark, b"1", b"EX", MARK_TTL_S)])
+            [said] = self._run([("SET", self._mark, b"1", b"EX", MARK_TTL_S)])
             self._is_marked = not isinstance(said, Refusal)
         else:
-            self._run([(b"EXPIRE", self._mark, MARK_TTL_S)])
+            self._run([("EXPIRE", self._mark, MARK_TTL_S)])
 
 
 _LINE_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.RedisClusterException, OSError)
@@ -236,6 +233,10 @@ def _connect(address: RedisAddress, password: str) -> Any:
         return watchers.master_for(address.service)
     [(host, port)] = address.nodes
     return redis.Redis(host=host, port=port, **settings)
+
+
+def _refusal(exc: Exception) -> Refusal:
+    return Refusal(_said(exc), isinstance(exc, redis.OutOfMemoryError))
 
 
 def _said(exc: Exception) -> str:

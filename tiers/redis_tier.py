@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.tiers import redis_record
 from kvstore.tiers.checksum import checksum
-from kvstore.tiers.redis_link import RedisLink, Refusal
+from kvstore.tiers.redis_link import Command, RedisLink, Refusal
 from kvstore.tiers.redis_record import PIECE_BYTES, RecordError, Sealed
 from kvstore.tiers.tier import (
     ALIGNMENT_BYTES,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.redis_address import RedisAddress
 
 # Bytes of payload in one round trip: what is in flight is in memory three times.
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 2 << 20
 HANDLES_MAX = 1 << 17
 FULL_PAUSE_S = 5.0  # without writes, after Redis said that its memory is full
 PIECE_TTL_MORE_S = 60  # pieces outlive their header
@@ -220,7 +220,7 @@ class RedisTier:
                 for each, page in zip(self._found(part), part, strict=True)
             ]
             # The header of each goes first: what has a piece less is a miss anyway.
-            replies = self.link.run([(b"DEL", key) for keys in plans for key in keys])
+            replies = self.link.run([("DEL", key) for keys in plans for key in keys])
             heads = itertools.accumulate((len(keys) for keys in plans[:-1]), initial=0)
             gone += sum(replies[head] == 1 for head in heads)
         return gone
@@ -230,7 +230,7 @@ class RedisTier:
         found: list[Sealed | None] = []
         for start in range(0, len(places), KEYS_A_TRIP):
             part = places[start : start + KEYS_A_TRIP]
-            values = self.link.run([(b"GET", self._name(*place)) for place in part])
+            values = self.link.run([("GET", self._name(*place)) for place in part])
             found += [
                 self._decoded(place, value) for place, value in zip(part, values, strict=True)
             ]
@@ -261,11 +261,11 @@ class RedisTier:
         return [name, *redis_record.piece_keys(name, page.seal, record.payload_bytes)]
 
     def _renewed(self, plans: Sequence[Sequence[bytes]]) -> list[bool]:
-        commands: list[tuple[bytes | int, ...]] = []
+        commands: list[Command] = []
         for keys in plans:
             for position, key in enumerate(keys):
                 more = PIECE_TTL_MORE_S if position else 0
-                commands.append((b"EXPIRE", key, self._ttl_s + more))
+                commands.append(("EXPIRE", key, self._ttl_s + more))
         replies, at = self.link.run(commands), 0
         renewed: list[bool] = []
         for keys in plans:
@@ -297,7 +297,7 @@ class RedisTier:
         if not self.takes_writes:
             return [False] * len(pages)
         made: list[Sealed] = []
-        pieces: list[tuple[Any, ...]] = []
+        pieces: list[Command] = []
         spans: list[range] = []
         for page, payload in zip(pages, payloads, strict=True):
             content = payload.cast("B")[: page.payload_bytes]
@@ -306,7 +306,7 @@ class RedisTier:
             begin = len(pieces)
             for number, key in enumerate(self._keys_of(made[-1])[1:]):
                 piece = content[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
-                pieces.append((b"SET", key, piece, b"EX", self._ttl_s + PIECE_TTL_MORE_S))
+                pieces.append(("SET", key, piece, b"EX", self._ttl_s + PIECE_TTL_MORE_S))
             spans.append(range(begin, len(pieces)))
         try:
             said = self.link.run(pieces)
@@ -322,10 +322,10 @@ class RedisTier:
                     self._handles[slot].page = sealed
         return kept
 
-    def _header_command(self, page: Sealed) -> tuple[bytes | int, ...]:
+    def _header_command(self, page: Sealed) -> Command:
         secret = self._key_of(page.record.tenant)
         value = redis_record.encode(secret, page)
-        return (b"SET", self._keys_of(page)[0], value, b"EX", self._ttl_s)
+        return ("SET", self._keys_of(page)[0], value, b"EX", self._ttl_s)
 
     def _took(self, reply: Any) -> bool:
         if not isinstance(reply, Refusal):
@@ -350,7 +350,7 @@ class RedisTier:
             for handle, page in zip(handles, pages, strict=True)
         ]
         try:
-            replies = self.link.run([(b"GET", key) for keys in plans for key in keys])
+            replies = self.link.run([("GET", key) for keys in plans for key in keys])
         except TierError:
             return [ReadStatus.ERROR if keys else ReadStatus.STALE for keys in plans]
         statuses: list[ReadStatus] = []

@@ -34,8 +34,11 @@ def server_binary() -> str:
 class RedisProcess:
     """One server, empty at each start, on a port of its own; use it in a `with` statement."""
 
-    def __init__(self, directory: Path, *flags: str, port: int = 0) -> None:
+    def __init__(
+        self, directory: Path, *flags: str, port: int = 0, sentinel_rules: Path | None = None
+    ) -> None:
         self.directory = directory
+        self.sentinel_rules = sentinel_rules
         self.port = port or free_port()
         self.flags = flags
         self.process: subprocess.Popen[bytes] | None = None
@@ -49,7 +52,11 @@ class RedisProcess:
         """Start it, with the rules it had if any, and wait until it answers."""
         self.directory.mkdir(parents=True, exist_ok=True)
         settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
-        settings += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self.flags]
+        settings += ["--loglevel", "warning", *self.flags]
+        if self.sentinel_rules is not None:
+            settings = [str(self.sentinel_rules), "--sentinel", *settings]
+        else:
+            settings += ["--save", "", "--appendonly", "no"]
         self.process = subprocess.Popen(
             [server_binary(), *settings], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -65,7 +72,11 @@ class RedisProcess:
         with redis.Redis(port=self.port, protocol=2) as client:
             return client.execute_command(*command)
 
-    def keys(self) -> list[bytes]:
+    def allow(self, user: str, password: str, rules: str) -> None:
+        """Make a user who may do what the rules say."""
+        assert self.ask("ACL", "SETUSER", user, "on", f">{password}", *rules.split()) == b"OK"
+
+    def pages(self) -> list[bytes]:
         """All keys of pages; not those by which stores watch."""
         return [key for key in self.ask("KEYS", "*") if not key.startswith(b"kv:{watch-")]
 
