@@ -472,14 +472,14 @@ def test_old_pages_in_redis_are_too_old_here_too(server: RedisProcess, secret_fi
 
 
 def test_a_full_redis_is_a_state_and_stops_no_commit(tmp_path: Path, secret_file: Path) -> None:
-    with RedisProcess(tmp_path / "redis", "--maxmemory", "1mb") as server:
-        with opened(server, secret_file) as store:
-            assert save(store.session(SPEC), prompt(1, PAGES)) == PAGES
-            until(lambda: store.stats().tiers[-1].state != "ok")
-            assert "maxmemory" in store.stats().tiers[-1].state
-            assert counted(store, "redis_errors") > 0
-            until(lambda: counted(store, "redis_dropped") == PAGES)
-            assert load(store.session(SPEC), prompt(1, PAGES)) == PAGES
+    limited = RedisProcess(tmp_path / "redis", "--maxmemory", "1mb")
+    with limited as server, opened(server, secret_file) as store:
+        assert save(store.session(SPEC), prompt(1, PAGES)) == PAGES
+        until(lambda: store.stats().tiers[-1].state != "ok")
+        assert "maxmemory" in store.stats().tiers[-1].state
+        assert counted(store, "redis_errors") > 0
+        until(lambda: counted(store, "redis_dropped") == PAGES)
+        assert load(store.session(SPEC), prompt(1, PAGES)) == PAGES
 
 
 def test_a_password_comes_from_a_private_file_and_is_never_shown(
