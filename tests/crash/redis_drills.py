@@ -4,7 +4,7 @@
 
 share    A stores, B loads, bytes are compared; a model answers the same at B from pages of A
 restart  B is killed with -9 and loads again
-silence  SIGSTOP: local hits at B with and without, in interleaved pairs; look-ups of unknown prompts
+share    A stores, B loads, bytes are compared; a model at B answers the same from pages of A
 return   kill -9, then an empty Redis: how long until the pages are there again
 
 Prints what was measured and whether it kept its bounds; exits with 1 if not.
