@@ -169,6 +169,8 @@ def show_eviction(done: Eviction, *, as_json: bool) -> None:
         console.print(f"Dry run: {what} would go. Add --yes to do it.")
     else:
         console.print(f"Evicted {what}.")
+        if done.redis_pages:
+            console.print(f"{done.redis_pages} of them were deleted in Redis too.")
     if kept:
         console.print(f"{done.kept_leased} pages stay (in use), {done.kept_pinned} (pinned).")
 

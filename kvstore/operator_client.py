@@ -147,6 +147,7 @@ class OperatorClient:
             kept_leased=reply.kept_leased,
             kept_pinned=reply.kept_pinned,
             dry_run=reply.dry_run,
+            redis_pages=reply.redis_pages,
         )
 
     def stats(self) -> Stats:
