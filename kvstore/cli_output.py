@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage
     from kvstore.removal import Eviction
-    from kvstore.store import Stats
+    from kvstore.store_stats import Stats
 
 CHAIN_ID_DIGITS = 16
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Commit
     from kvstore.spec import CacheSpec
-    from kvstore.store import Stats
+    from kvstore.store_stats import Stats
 
 
 class MatchLike(Protocol):

@@ -12,7 +12,7 @@ from kvstore.inspection import SORTS
 from kvstore.kvstore_pb2 import Document, EvictReply
 from kvstore.removal import Selection
 from kvstore.servicer import extras_of
-from kvstore.store import Stats
+from kvstore.store_stats import Stats
 from kvstore.wire import CHAINS_MAX
 
 if TYPE_CHECKING:

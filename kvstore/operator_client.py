@@ -33,7 +33,7 @@ from kvstore.request import (
     checked_sequence,
     checked_tokens,
 )
-from kvstore.store import Stats, TierStats
+from kvstore.store_stats import Stats, TierStats
 from kvstore.wire import CHAINS_MAX, CONTROL_BYTES_MAX, DEADLINE_S_MAX
 
 if TYPE_CHECKING:

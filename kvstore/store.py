@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import weakref
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,12 @@ from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
 from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
-from kvstore.key_folder import AtRest, open_at_rest, remember_opening
+from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.redis_share import RedisShare
-from kvstore.remembered import FILE_NAME, mark_of, remembered, secret_mark
+from kvstore.remembered import remembered
 from kvstore.removal import Selection
 from kvstore.request import (
     checked_chain_id,
@@ -44,12 +44,12 @@ from kvstore.session import Session
 from kvstore.shares import Tenancy
 from kvstore.spec import CacheSpec
 from kvstore.stager import Stager
-from kvstore.state import SEQUENCE_BITS, TIER_NAMES, StoreState, TreeInfo
-from kvstore.tenant import load_or_create_secret, load_secret, tenant_secret, tree_root
+from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
+from kvstore.store_opening import open_disk, open_host
+from kvstore.store_stats import Stats, stats_of
+from kvstore.tenant import tenant_secret, tree_root
 from kvstore.tenant_usage import usage, usages
 from kvstore.tiers.eviction import LruPolicy
-from kvstore.tiers.host_tier import HostTier
-from kvstore.tiers.tier import TierError
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ if TYPE_CHECKING:
     from kvstore.request import Extras, Tokens
     from kvstore.tenant_usage import TenantUsage
     from kvstore.tenants import Quota
-    from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.file_layer import FileLayer
-    from kvstore.tiers.tier import Tier
+    from kvstore.tiers.host_tier import HostTier
 
 CLOSE_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 600.0
@@ -70,43 +69,6 @@ USUAL_PAGE_BYTES = 1 << 20
 PAGES_EXPECTED_MAX = 4 << 20
 
 _log = logging.getLogger("kvstore.store")
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Bytes of one tier."""
-
-    name: str
-    capacity_bytes: int
-    allocated_bytes: int
-    used_bytes: int
-    pages: int
-    free_slots: int
-    state: str  # "ok", or what is wrong with it
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What is in the store and what happened since it was opened."""
-
-    directory: str
-    warm: bool
-    pages: int
-    nodes: int
-    index_bytes: int
-    trees: int
-    leases: int
-    pinned_pages: int
-    dirty_bytes: int
-    tiers: tuple[TierStats, ...]
-    counters: dict[str, int]
-    encryption: str = "off"  # of pages on disk: "off", or "on" and what is not
-    service: dict[str, Any] = field(default_factory=dict)  # who is connected, where a server has it
-    tenants: list[dict[str, Any]] = field(default_factory=list)  # what each has, from a server
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
-        return asdict(self)
 
 
 class Store:
@@ -118,9 +80,9 @@ class Store:
         Raises DirectoryError when the directory can't be used, CapacityError when the machine has
         not what is asked.
         """
-        disk, secret, at_rest = _open_disk(config, files)
+        disk, secret, at_rest = open_disk(config, files)
         try:
-            host = _open_host(config, disk)
+            host = open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config))
             self.state = StoreState(
                 config, index, host, disk, LruPolicy(), secret or secrets.token_bytes(32)
@@ -352,20 +314,8 @@ class Store:
             state.require_open()
             if self._share is not None:
                 self._share.count()
-            return Stats(
-                directory=str(self.config.directory or ""),
-                warm=state.warm,
-                pages=len(state.index),
-                nodes=state.index.nodes,
-                index_bytes=state.index.nbytes,
-                trees=len(state.trees),
-                leases=state.index.leases,
-                pinned_pages=len(state.index.pins),
-                dirty_bytes=self._writer.dirty_bytes if self._writer is not None else 0,
-                tiers=tuple(_tier_stats(state)),
-                counters=state.counters.to_dict(),
-                encryption=_encryption(state),
-            )
+            dirty = self._writer.dirty_bytes if self._writer is not None else 0
+            return stats_of(state, dirty)
 
     def check(self) -> None:
         """Walk index and tiers, recount, compare; raises AssertionError or TierError."""
@@ -445,101 +395,3 @@ def _pages_expected(config: StoreConfig) -> int:
 def _keep_nothing(pages: object) -> int:
     """Demotion in a store without a disk: there is nowhere to go."""
     return 0
-
-
-def _open_disk(
-    config: StoreConfig, files: FileLayer | None
-) -> tuple[DiskTier | None, bytes | None, AtRest | None]:
-    """The disk tier, the store secret, and encryption; None where all is in memory or plain."""
-    if config.directory is None or config.disk_bytes == 0:
-        secret = load_secret(config.secret_file) if config.secret_file else None
-        return None, secret, None
-    from kvstore.tiers.disk_tier import DiskTier  # a memory-only store needs no LMDB
-
-    try:
-        disk = DiskTier.open(
-            list(config.segment_directories),
-            config.disk_bytes,
-            files,
-            io_threads=config.io_threads,
-            load=False,  # WarmStart does, in the background
-        )
-    except (TierError, OSError) as exc:
-        raise DirectoryError(f"{config.directory}: {exc}") from exc
-    try:
-        secret = _secret(config)  # only now that the directory is known to be ours
-        at_rest = open_at_rest(config, secret)
-        if at_rest is not None:
-            disk.use_cipher(at_rest.cipher)
-        return disk, secret, at_rest
-    except BaseException:
-        disk.close()
-        raise
-
-
-def _encryption(state: StoreState) -> str:
-    disk = state.disk
-    if disk is None or not disk.encrypts:
-        return "off"
-    plain = disk.plain_pages_found
-    return f"on; {plain} pages from before were plain at the start" if plain else "on"
-
-
-def _secret(config: StoreConfig) -> bytes:
-    """The store secret; DirectoryError when the pages here belong to another one."""
-    assert config.directory is not None
-    place = config.secret_file or config.directory / "secret"
-    noted = secret_mark(config.directory)
-    if config.secret_file is not None or (noted and place.exists()):
-        secret = load_secret(place)
-    elif noted:
-        raise DirectoryError(
-            f"{place} is missing: without it no page here can be found; restore it, or remove "
-            f"{config.directory / FILE_NAME} to start with a new one"
-        )
-    else:
-        secret = load_or_create_secret(place)
-    if noted and noted != mark_of(secret):
-        raise DirectoryError(
-            f"{place} is not the secret that the pages in {config.directory} belong to; restore "
-            f"it, or remove {config.directory / FILE_NAME} to go on without those pages"
-        )
-    return secret
-
-
-def _open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
-    boot = disk.boot_number if disk is not None else 1
-    try:
-        return HostTier(
-            config.host_bytes,
-            huge_pages=config.huge_pages,
-            boot_epoch=boot,
-            populate_wait_s=0.0,  # reserve() waits itself, without the lock
-        )
-    except TierError as exc:
-        raise CapacityError(str(exc)) from exc
-
-
-def _tier_stats(state: StoreState) -> list[TierStats]:
-    rows = []
-    problems = {
-        "disk": state.disk.problem if state.disk is not None else "",
-        "redis": state.redis.state if state.redis is not None else "",
-    }
-    media: tuple[Tier | None, ...] = (state.host, state.disk, state.redis)
-    for number, (name, medium) in enumerate(zip(TIER_NAMES, media, strict=True)):
-        if medium is None:
-            continue
-        usage = medium.usage()
-        rows.append(
-            TierStats(
-                name=name,
-                capacity_bytes=usage.capacity_bytes,
-                allocated_bytes=usage.allocated_bytes,
-                used_bytes=usage.used_bytes,
-                pages=state.resident_pages(number),
-                free_slots=usage.free_slots,
-                state=problems.get(name) or "ok",
-            )
-        )
-    return rows

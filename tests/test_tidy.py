@@ -51,7 +51,16 @@ ROOMS = {
 }
 LINKED = [name for name in ROOMS if name != PACKAGE]
 # These speak for a whole library in their room: one module imports it, the others ask that one.
-ONE_MODULE_A_ROOM = {"lmdb", "redis", "xxhash", "cryptography", "pydantic", "tokenizers", "gguf", "triton"}
+ONE_MODULE_A_ROOM = {
+    "lmdb",
+    "redis",
+    "xxhash",
+    "cryptography",
+    "pydantic",
+    "tokenizers",
+    "gguf",
+    "triton",
+}
 # What the store's users see is written by these; elsewhere print is a forgotten debug line.
 MAY_PRINT = re.compile(r"kvstore/cli\w*\.py|engine_adapter/demo\w*\.py|bench/.*|tests/crash/.*")
 # Entry points, reached by a command line and not by an import.

@@ -6,6 +6,12 @@ import logging
 import threading
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.tier import ReadStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 log = logging.getLogger("kvstore.tiers.disk")
 
@@ -34,6 +40,14 @@ class Counters:
     commits: int = 0
     catalog_reopens: int = 0
     accounting_fixes: int = 0
+
+    def count_reads(self, statuses: Sequence[ReadStatus]) -> None:
+        """Pages that were asked for, by what became of them."""
+        self.pages_read += statuses.count(ReadStatus.OK)
+        self.corrupt_pages += statuses.count(ReadStatus.CORRUPT)
+        self.stale_pages += statuses.count(ReadStatus.STALE)
+        self.read_errors += statuses.count(ReadStatus.ERROR)
+        self.key_missing += statuses.count(ReadStatus.LOCKED)
 
 
 class DiskState:

@@ -349,7 +349,8 @@ class DiskTier:
                     tasks.append(PageTask(position, slot, segment, page, buffer))
         for task, status in zip(tasks, self._page_io.read(tasks), strict=True):
             statuses[task.position] = status
-        self._count_reads(statuses)
+        with self._state.lock:
+            self.counters.count_reads(statuses)
         return statuses
 
     def free_many(self, slots: Sequence[int], *, erase: bool = False) -> None:
@@ -402,20 +403,14 @@ class DiskTier:
                     f"{len(used - recorded)} used slots without record, "
                     f"{len(recorded - used - freed)} records of unused slots"
                 )
-            over = self._space.excess_bytes(publisher.catalog)
-            if over > 0:
-                raise TierError(f"{over} bytes over the capacity of {self._space.capacity_bytes}")
+            self._space.check(publisher.catalog)
 
     # -- the rest -------------------------------------------------------------------------------
 
     def published_slots(self) -> NDArray[np.int64]:
         """All slots that hold a durable page."""
         with self._state.lock:
-            found = [
-                np.flatnonzero(np.frombuffer(segment.states, np.uint8) == USED) + segment.base
-                for segment in self._segments
-            ]
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+            return self._segments.published()
 
     def containers(self) -> list[Container]:
         """The segments, so that callers can choose what to empty."""
@@ -495,14 +490,6 @@ class DiskTier:
             )
             return None
         return PageTask(position, slot, segment, page, payload)
-
-    def _count_reads(self, statuses: Sequence[ReadStatus]) -> None:
-        with self._state.lock:
-            self.counters.pages_read += statuses.count(ReadStatus.OK)
-            self.counters.corrupt_pages += statuses.count(ReadStatus.CORRUPT)
-            self.counters.stale_pages += statuses.count(ReadStatus.STALE)
-            self.counters.read_errors += statuses.count(ReadStatus.ERROR)
-            self.counters.key_missing += statuses.count(ReadStatus.LOCKED)
 
     def _use(self) -> None:
         """Refuse use after a fork; load when nobody did."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from kvstore.tiers.file_layer import FileLayer
 
 FREE, RESERVED, USED, FREED = range(4)  # FREED: given back, its record's deletion not committed yet
@@ -251,6 +253,14 @@ class SegmentSet:
             while at >= 0:
                 yield segment.base + at
                 at = segment.states.find(state, at + 1)
+
+    def published(self) -> NDArray[np.int64]:
+        """All slots that hold a page."""
+        found = [
+            np.flatnonzero(np.frombuffer(segment.states, np.uint8) == USED) + segment.base
+            for segment in self
+        ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def recount(self) -> int:
         """Set the counts of free slots to what the states say; how many were wrong."""
