@@ -405,8 +405,6 @@ class DiskTier:
                 )
             self._space.check(publisher.catalog)
 
-    # -- the rest -------------------------------------------------------------------------------
-
     def published_slots(self) -> NDArray[np.int64]:
         """All slots that hold a durable page."""
         with self._state.lock:
@@ -457,8 +455,6 @@ class DiskTier:
                 self._publisher.catalog.close()
             self._segments.close()
             self._home.close()
-
-    # -- private --------------------------------------------------------------------------------
 
     def _header_bytes(self, metadata_bytes: int) -> int:
         return header_bytes_for(metadata_bytes + (HEADER_SEAL_BYTES if self.encrypts else 0))
