@@ -16,6 +16,7 @@ import grpc
 from kvstore import kvstore_pb2
 from kvstore.errors import ConfigError
 from kvstore.kvstore_pb2_grpc import KVStoreStub
+from kvstore.large_buffers import reuse_large_buffers
 from kvstore.private_file import read_private, read_public
 from kvstore.tenants import load_token
 from kvstore.wire import DOCUMENT_BYTES_MAX, RETRY_KEY, SERVICE
@@ -91,6 +92,7 @@ class ServerChannel:
 
     def __init__(self, address: ServerAddress, config: ClientConfig) -> None:
         """Raises ConfigError when the address needs TLS and there is none, or files are missing."""
+        reuse_large_buffers()
         self.address = address
         self._token_file = config.token_file
         self._metadata: tuple[tuple[str, str], ...] = ()
@@ -207,7 +209,7 @@ class ServerChannel:
 
 
 def with_tokens(
-    request: kvstore_pb2.MatchRequest | kvstore_pb2.ReserveRequest, tokens: bytes
+    request: kvstore_pb2.MatchRequest | kvstore_pb2.ReserveRequest, tokens: bytes | memoryview
 ) -> bytes:
     """The encoded request with its field `tokens`, for ServerChannel.call.
 

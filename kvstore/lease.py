@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.prefix_index.page_table import rows_of
 from kvstore.request import checked_deadline
 from kvstore.state import HOST, REDIS, TIER_NAMES
 
@@ -62,8 +63,10 @@ class Match:
         """Each page's slot in the arena now, -1 for those that have none."""
         with self._state.lock:
             pages = self._page_ids
-            slots = self._state.index.table.slot[HOST][pages].astype(np.int64)
-            slots[~self._state.in_tier(pages, HOST)] = -1
+            slots = self._state.index.table.slot[HOST][rows_of(pages)].astype(np.int64)
+            here = self._state.in_tier(pages, HOST)
+            if not here.all():
+                slots[~here] = -1
             slots[len(self._state.cut_condemned(pages)) :] = -1
         return slots
 

@@ -27,7 +27,7 @@ from kvstore.live_session import LiveSession
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.remote_match import RemoteMatch
 from kvstore.remote_reservation import RemoteReservation
-from kvstore.request import checked_deadline, checked_extras, checked_tokens
+from kvstore.request import checked_deadline, checked_extras, checked_tokens, token_view
 from kvstore.reservation import LIMIT, PRESENT
 from kvstore.shared_memory import SharedMemoryError, attach
 from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
@@ -69,7 +69,7 @@ class PromptPart:
     """What one call says of a prompt; the first page that it does not is `stop`."""
 
     after: int  # the match that it goes on from, 0 for none
-    tokens: bytes
+    tokens: bytes | memoryview
     extras: dict[int, bytes]  # by page of the whole prompt
     stop: int
     is_cut: bool  # there is more of the prompt
@@ -125,7 +125,7 @@ class RemoteSession:
         Raises InvalidRequest for malformed input. A server that does not answer within
         ClientConfig.lookup_deadline_s makes it a miss.
         """
-        values, more = checked_tokens(tokens), checked_extras(extras)
+        values, more = token_view(tokens), checked_extras(extras)
         live = self._usable()
         if live is not None:
             reply = self._longest(live, values, more, self._link.config.lookup_deadline_s)
@@ -142,7 +142,7 @@ class RemoteSession:
         reserve again for the rest. "unreachable": no server answers; "refused: ...": one does, and
         not to this credential.
         """
-        values, more = checked_tokens(tokens), checked_extras(extras)
+        values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
         live = self._usable()
         if live is None:
@@ -186,7 +186,7 @@ class RemoteSession:
         with self._end_of(live, values, more) as part:
             request = pb.PinRequest(
                 session=live.id,
-                tokens=part.tokens,
+                tokens=bytes(part.tokens),
                 extras=_extras(part.extras),
                 ttl_s=ttl_s,
                 after_match=part.after,
@@ -203,7 +203,7 @@ class RemoteSession:
         with self._end_of(live, values, more) as part:
             request = pb.UnpinRequest(
                 session=live.id,
-                tokens=part.tokens,
+                tokens=bytes(part.tokens),
                 extras=_extras(part.extras),
                 after_match=part.after,
             )
@@ -271,7 +271,11 @@ class RemoteSession:
         return live
 
     def _longest(
-        self, live: LiveSession, tokens: bytes, extras: dict[int, bytes], wait_s: float
+        self,
+        live: LiveSession,
+        tokens: bytes | memoryview,
+        extras: dict[int, bytes],
+        wait_s: float,
     ) -> pb.MatchReply | None:
         """The longest chain of a prompt; in several calls when it is longer than a message."""
         deadline = time.monotonic() + wait_s
@@ -295,7 +299,7 @@ class RemoteSession:
 
     @contextmanager
     def _end_of(
-        self, live: LiveSession, tokens: bytes, extras: dict[int, bytes]
+        self, live: LiveSession, tokens: bytes | memoryview, extras: dict[int, bytes]
     ) -> Iterator[PromptPart]:
         """A prompt for one call; what is stored of a longer one is named by a match, leased so
         long."""
@@ -308,7 +312,7 @@ class RemoteSession:
                 self.give_back.release(live, found.match)
 
     def _part(
-        self, tokens: bytes, extras: dict[int, bytes], found: pb.MatchReply | None
+        self, tokens: bytes | memoryview, extras: dict[int, bytes], found: pb.MatchReply | None
     ) -> PromptPart:
         """As much of a prompt after what was found as one call may carry, cut in whole pages."""
         if found is None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import InvalidRequest
-from kvstore.prefix_index.page_key import TOKEN_BYTES, page_extras, token_bytes
+from kvstore.prefix_index.page_key import TOKEN_BYTES, page_extras, token_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,10 +30,15 @@ def checked_tokens(tokens: Tokens) -> bytes:
 
     tokens: a flat array or sequence of integers in [0, 2^31), or such bytes already.
     """
+    return bytes(token_view(tokens))
+
+
+def token_view(tokens: Tokens) -> bytes | memoryview:
+    """The same without a copy where the caller's array is like that: to be read at once."""
     if isinstance(tokens, set | frozenset | Mapping | str):
         raise InvalidRequest(f"tokens: a {type(tokens).__name__} has no order; give a list")
     try:
-        packed = token_bytes(tokens)
+        packed = token_buffer(tokens)
     except ValueError as exc:
         raise InvalidRequest(f"tokens: {exc}") from exc
     if len(packed) > TOKENS_MAX * TOKEN_BYTES:

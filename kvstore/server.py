@@ -29,6 +29,7 @@ from kvstore.auth import CredentialAuthorizer
 from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
 from kvstore.identity import PUBLIC_TENANT
+from kvstore.large_buffers import reuse_large_buffers
 from kvstore.operator_calls import OperatorCalls
 from kvstore.rpc_guard import Guard
 from kvstore.server_security import ServerSecurity
@@ -98,6 +99,7 @@ class Server:
         assert config.directory is not None
         self.config = config
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        reuse_large_buffers()
         self.store = Store.open(wait_warm=False, **config.store_config().model_dump())
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
         self._staging = StagingPool(config.staging_bytes)

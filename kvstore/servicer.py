@@ -282,7 +282,7 @@ def _header(message: bytes) -> WritePagesHeader:
 
 def _tokens(tokens: bytes) -> bytes:
     """Checks what checked_tokens() takes for granted in bytes of its own process."""
-    if len(tokens) % TOKEN_BYTES or (np.frombuffer(tokens, "<i4") < 0).any():
+    if len(tokens) % TOKEN_BYTES or (tokens and np.frombuffer(tokens, "<i4").min() < 0):
         raise InvalidRequest("tokens: int32 ids of at least 0, little-endian, are needed")
     return tokens
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import ClosedError
-from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS
+from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS, rows_of
 from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
 
@@ -211,7 +211,7 @@ class StoreState:
 
     def in_tier(self, pages: NDArray[np.int32], tier: int) -> NDArray[np.bool_]:
         """Which of these pages are in a tier."""
-        here: NDArray[np.bool_] = (self.index.table.state[pages] >> tier) & 1 == 1
+        here: NDArray[np.bool_] = (self.index.table.state[rows_of(pages)] >> tier) & 1 == 1
         return here
 
     def resident_pages(self, tier: int) -> int:

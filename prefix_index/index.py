@@ -25,6 +25,7 @@ from kvstore.prefix_index.page_table import (
     Ids,
     PageTable,
     as_ids,
+    rows_of,
 )
 from kvstore.prefix_index.radix_tree import EDGE_BYTES_MAX, RadixTree
 from kvstore.prefix_index.residency import Residency
@@ -138,9 +139,9 @@ class PrefixIndex:
 
     def touch(self, ids: Sequence[int] | Ids, now: float) -> None:
         """Pages were used: last use and hits. Each id once."""
-        ids = as_ids(ids)
-        self.table.last_use[ids] = now
-        self.table.hits[ids] += np.uint32(1)
+        rows = rows_of(as_ids(ids))
+        self.table.last_use[rows] = now
+        self.table.hits[rows] += np.uint32(1)
 
     def tokens_of(self, page: int) -> bytes:
         """The page's own tokens, int32 little-endian."""

@@ -167,8 +167,12 @@ class HostTier:
 
     def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The generations of many slots at once; odd ones for -1, which names no slot."""
-        found = np.ones(len(slots), np.uint64)
         containers = slots >> SLOT_INDEX_BITS
+        first = int(containers[0]) if len(slots) else -1
+        if first >= 0 and (containers == first).all():
+            extent = self._extent(first << SLOT_INDEX_BITS)
+            return extent.generations[slots & SLOT_INDEX_MASK]
+        found = np.ones(len(slots), np.uint64)
         left = slots >= 0
         while left.any():
             container = int(containers[left.argmax()])
