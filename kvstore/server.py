@@ -66,9 +66,12 @@ CANCEL_S = 1.0  # how soon calls end that were cut off
 TICK_S = 0.25
 # Calls that may wait for the disk, for room, or for their client.
 WAITING = (
-    *("Open", "Stage", "Reserve", "Commit", "Flush", "ReadPages", "WritePages"),
+    *("Open", "Stage", "ReadPages"),
     *("Evict", "List", "Inspect", "Explain", "Stats"),
 )
+# The same, and nobody waits for what they copy: where cores are short, look-ups and loads go first.
+STORING = ("Reserve", "Commit", "Flush", "WritePages")
+STORING_NICE = 5
 STREAMS = ("Heartbeat", "Watch")
 WATCHED_THREADS = ("disk-writer", "extents", "housekeeper", "stager")
 CONNECTION_AGE_MS = 3_600_000
@@ -123,6 +126,7 @@ class Server:
         self._watches = Watches(self.store)
         self._quick = ThreadPoolExecutor(config.workers, "kvstore-call")
         self._waiting = ThreadPoolExecutor(config.waiting_workers, "kvstore-wait")
+        self._storing = ThreadPoolExecutor(config.waiting_workers, "kvstore-store", _give_way)
         self._streams = ThreadPoolExecutor(2 * config.sessions_max, "kvstore-stream")
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._grpc = self._make_grpc(Guard(self._authorizer))
@@ -197,7 +201,7 @@ class Server:
         self.registry.end_all()
         self._extents.close()
         done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
-        for pool in (self._quick, self._waiting, self._streams):
+        for pool in (self._quick, self._waiting, self._storing, self._streams):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.config.socket_path is not None:
             with contextlib.suppress(OSError):
@@ -230,6 +234,7 @@ class Server:
     def _make_grpc(self, guard: Guard) -> grpc.Server:
         operators = OperatorCalls(self.store, self.registry, self.service_stats)
         pools = dict.fromkeys(WAITING, self._waiting) | dict.fromkeys(STREAMS, self._streams)
+        pools |= dict.fromkeys(STORING, self._storing)
         functions = self._servicer.functions() | operators.functions()
         handlers = guard.handlers(functions | {"Watch": self._watches.watch}, pools)
         server = grpc.server(
@@ -287,6 +292,12 @@ class Server:
         if limit is None or len(self.registry):
             return False
         return time.monotonic() - self.registry.last_session_s > limit
+
+
+def _give_way() -> None:
+    """Lower this thread's priority."""
+    with contextlib.suppress(OSError):  # a system where threads have none of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STORING_NICE)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -48,7 +48,7 @@ class ServerConfig(StoreConfig):
     max_rpcs: Count = Field(default=256, ge=4, le=65_536)
     # Sessions at once.
     sessions_max: Count = Field(default=1024, ge=1, le=65_536)
-    # Threads for calls that do not wait, and for calls that may wait for the disk.
+    # Threads for calls that do not wait; for calls that may wait for the disk, and for storing.
     workers: Count = Field(default=8, ge=1, le=256)
     waiting_workers: Count = Field(default=32, ge=1, le=1024)
     # After SIGTERM, for calls that are under way.
