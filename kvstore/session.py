@@ -96,7 +96,8 @@ class Session:
                 counters.lookup_hits += not known
                 counters.hit_tokens += max(0, len(pages) - known) * self.spec.page_tokens
             found = Match(self, pages)
-            self._held.add(found)
+            if len(pages):  # a miss holds nothing, and its release would say nothing
+                self._held.add(found)
         return found
 
     def reserve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -242,6 +243,21 @@ def test_a_released_match_gives_no_views(store: Store) -> None:
     assert hit.pages == 0
     with pytest.raises(InvalidRequest, match="views"):
         hit.views(0, 1)
+
+
+def test_misses_leave_nothing_behind(store: Store) -> None:
+    """A session kept every match that had found nothing: half a kilobyte a miss, for ever."""
+    session = store.session(SPEC)
+    for number in range(100):
+        with session.match(prompt(number, 2)) as hit:
+            assert hit.pages == 0
+        kept = weakref.ref(session.match(prompt(number, 2)))  # and not even released
+        assert kept() is None
+    save(session, prompt(1, 2))
+    with session.match(prompt(1, 2)) as hit:
+        kept = weakref.ref(hit)
+    del hit
+    assert kept() is None
 
 
 def test_a_closed_store_says_so() -> None:
