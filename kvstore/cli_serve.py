@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstore.config import load_config
+from kvstore.heap import limit_heaps
 from kvstore.server_config import ServerConfig
 from kvstore.server_log import log_to_stderr
 from kvstore.server_security import ServerSecurity
@@ -90,6 +91,7 @@ def serve(
     log_to_stderr(as_json=settings.log_json)
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
+    limit_heaps()
     from kvstore.server import Server  # grpc, which no other command needs
 
     server = Server(settings, security)

@@ -15,8 +15,8 @@ import grpc
 
 from kvstore import kvstore_pb2
 from kvstore.errors import ConfigError
+from kvstore.heap import reuse_large_buffers
 from kvstore.kvstore_pb2_grpc import KVStoreStub
-from kvstore.large_buffers import reuse_large_buffers
 from kvstore.private_file import read_private, read_public
 from kvstore.tenants import load_token
 from kvstore.wire import DOCUMENT_BYTES_MAX, RETRY_KEY, SERVICE

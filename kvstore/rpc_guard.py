@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvstore.call_budget import TooManyCalls
+from kvstore.call_pool import client_has_spoken, said_by_client, waiting_for_client
 from kvstore.errors import (
     CapacityError,
     ClosedError,
@@ -145,6 +145,7 @@ class Guard:
         self, name: str, function: Callable[..., Any], parse: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+            client_has_spoken(context.cancel)
             try:
                 call = self._admit(name, context)
                 return function(parse(request), call)
@@ -158,9 +159,12 @@ class Guard:
         self, name: str, function: Callable[..., Any], parse: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         def behaviour(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            client_has_spoken(context.cancel)
             try:
                 call = self._admit(name, context)
-                yield from function(parse(request), call)
+                for reply in function(parse(request), call):
+                    with waiting_for_client():  # until it has taken this one
+                        yield reply
                 return
             except Exception as exc:
                 if not context.is_active():
@@ -181,9 +185,9 @@ class Guard:
 
 def _parser(parse: Callable[[bytes], Any] | None, *, is_stream: bool) -> Callable[[Any], Any]:
     """From what grpc hands in to what a function takes; None leaves raw bytes as they are."""
-    if parse is None:
-        return lambda raw: raw
-    return partial(map, parse) if is_stream else parse
+    if not is_stream:
+        return parse or (lambda raw: raw)
+    return lambda raw: map(parse, said_by_client(raw)) if parse else said_by_client(raw)
 
 
 def _retry_ms(exc: Exception) -> int:

@@ -26,10 +26,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.auth import CredentialAuthorizer
+from kvstore.call_pool import CallPool
 from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
+from kvstore.heap import reuse_large_buffers
 from kvstore.identity import PUBLIC_TENANT
-from kvstore.large_buffers import reuse_large_buffers
 from kvstore.operator_calls import OperatorCalls
 from kvstore.rpc_guard import Guard
 from kvstore.server_security import ServerSecurity
@@ -124,10 +125,14 @@ class Server:
             self.store, self.registry, self._extents, secrets.randbits(63) | 1
         )
         self._watches = Watches(self.store)
-        self._quick = ThreadPoolExecutor(config.workers, "kvstore-call")
-        self._waiting = ThreadPoolExecutor(config.waiting_workers, "kvstore-wait")
-        self._storing = ThreadPoolExecutor(config.waiting_workers, "kvstore-store", _give_way)
-        self._streams = ThreadPoolExecutor(2 * config.sessions_max, "kvstore-stream")
+        spare = ThreadPoolExecutor(config.max_rpcs, "kvstore-spare")
+        waiting = config.waiting_workers
+        self._quick = CallPool(config.workers, "kvstore-call", spare)
+        self._waiting = CallPool(waiting, "kvstore-wait", spare)
+        self._storing = CallPool(waiting, "kvstore-store", spare, _give_way)
+        self._streams = CallPool(2 * config.sessions_max, "kvstore-stream")
+        self._pools = (self._quick, self._waiting, self._storing, self._streams)
+        self._spare = spare
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._grpc = self._make_grpc(Guard(self._authorizer))
         self._tick = Tick()
@@ -170,6 +175,8 @@ class Server:
             self._tick.beat()
             self.quotas()
             self.registry.sweep()
+            for pool in self._pools:
+                pool.sweep()
             failed = self._look_at_start()
             if failed:
                 _log.error("%s", failed)
@@ -201,7 +208,7 @@ class Server:
         self.registry.end_all()
         self._extents.close()
         done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
-        for pool in (self._quick, self._waiting, self._storing, self._streams):
+        for pool in (*self._pools, self._spare):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.config.socket_path is not None:
             with contextlib.suppress(OSError):

@@ -170,8 +170,8 @@ class HostTier:
         containers = slots >> SLOT_INDEX_BITS
         first = int(containers[0]) if len(slots) else -1
         if first >= 0 and (containers == first).all():
-            extent = self._extent(first << SLOT_INDEX_BITS)
-            return extent.generations[slots & SLOT_INDEX_MASK]
+            generations = self._extent(first << SLOT_INDEX_BITS).generations
+            return generations[slots & SLOT_INDEX_MASK]
         found = np.ones(len(slots), np.uint64)
         left = slots >= 0
         while left.any():
