@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,19 +50,30 @@ class CallPool(ThreadPoolExecutor):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(threads, name, initializer)
-        self._threads_kept = max(1, threads - 1)
+        self._waits_max = max(1, threads - 1)
         self._spare = spare
+        self._todo: deque[tuple[Future[Any], Callable[[], Any], _Wait]] = deque()
         self._clock = clock
         self._waits: set[_Wait] = set()  # adding and discarding are one step of the interpreter
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As grpc calls it: one of the arguments is the event that names the call."""
-        if self._spare is not None and len(self._waits) >= self._threads_kept:
-            return self._spare.submit(self._work, fn, args, kwargs)
-        return super().submit(self._work, fn, args, kwargs)
+        future: Future[Any] = Future()
+        self._todo.append((future, partial(fn, *args, **kwargs), _Wait(self, _cancel_of(args))))
+        if self._spare is not None and self._is_held():
+            self._spare.submit(self._work)
+        else:
+            super().submit(self._work)
+        return future
 
     def sweep(self) -> int:
-        """Cancel the calls that have waited for their client for too long; how many."""
+        """Cancel the calls that have waited for their client for too long; how many.
+
+        Those that came in before their pool was seen to be held go to spare threads.
+        """
+        if self._spare is not None and self._is_held():
+            for _ in range(len(self._todo)):
+                self._spare.submit(self._work)
         latest = self._clock() - CLIENT_S_MAX
         old = [wait for wait in self._waits.copy() if 0 < wait.since_s < latest]
         for wait in old:
@@ -68,13 +81,26 @@ class CallPool(ThreadPoolExecutor):
                 wait.cancel()
         return len(old)
 
-    def _work(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        wait = _Wait(self, _cancel_of(args))
+    def _is_held(self) -> bool:
+        return len(self._waits) >= self._waits_max
+
+    def _work(self) -> None:
+        """The oldest call that nobody has begun, if there is one."""
+        try:
+            future, call, wait = self._todo.popleft()
+        except IndexError:
+            return
+        if not future.set_running_or_notify_cancel():
+            return
         _local.wait = wait
         if wait.cancel is not None:
             self._begin(wait)
         try:
-            return fn(*args, **kwargs)
+            result = call()
+        except BaseException as exc:
+            future.set_exception(exc)
+        else:
+            future.set_result(result)
         finally:
             _local.wait = None
             self._waits.discard(wait)
