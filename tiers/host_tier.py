@@ -170,8 +170,8 @@ class HostTier:
         containers = slots >> SLOT_INDEX_BITS
         first = int(containers[0]) if len(slots) else -1
         if first >= 0 and (containers == first).all():
-            generations = self._extent(first << SLOT_INDEX_BITS).generations
-            return generations[slots & SLOT_INDEX_MASK]
+            extent = self._extent(first << SLOT_INDEX_BITS)
+            return np.asarray(extent.generations[slots & SLOT_INDEX_MASK], np.uint64)
         found = np.ones(len(slots), np.uint64)
         left = slots >= 0
         while left.any():
