@@ -67,11 +67,11 @@ CANCEL_S = 1.0  # how soon calls end that were cut off
 TICK_S = 0.25
 # Calls that may wait for the disk, for room, or for their client.
 WAITING = (
-    *("Open", "Stage", "ReadPages"),
+    *("Open", "Stage", "Reserve", "ReadPages"),
     *("Evict", "List", "Inspect", "Explain", "Stats"),
 )
 # The same, and nobody waits for what they copy: where cores are short, look-ups and loads go first.
-STORING = ("Reserve", "Commit", "Flush", "WritePages")
+STORING = ("Commit", "Flush", "WritePages")
 STORING_NICE = 5
 STREAMS = ("Heartbeat", "Watch")
 WATCHED_THREADS = ("disk-writer", "extents", "housekeeper", "stager")
