@@ -89,9 +89,7 @@ def serve(
         typer.echo(settings.model_dump_json(indent=2))
         return
     log_to_stderr(as_json=settings.log_json)
-    os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
-    limit_heaps()
+    _set_process_limits()
     from kvstore.server import Server  # grpc, which no other command needs
 
     server = Server(settings, security)
@@ -101,6 +99,13 @@ def serve(
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)  # a thread that hangs in the kernel must not keep the process
+
+
+def _set_process_limits() -> None:
+    """Before threads start and files are made."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
+    limit_heaps()
 
 
 def _stop_on_signals(server: Server) -> None:
