@@ -38,6 +38,8 @@ from kvstore.tiers.tier import PageRecord, ReadStatus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstore.tiers.cipher import Cipher
+
 MIB = 1 << 20
 BUDGETS = {"disk_read_ratio": 0.9, "disk_write_ratio": 0.9, "checksum_share": 0.05}
 # Every other pair runs in this order: ours first, writes still before reads.
@@ -118,10 +120,14 @@ class Peer:
 class Ours:
     """A disk tier whose pages come from and go to a real arena."""
 
-    def __init__(self, directory: Path, load: Load, seed: int) -> None:
+    def __init__(
+        self, directory: Path, load: Load, seed: int, cipher: Cipher | None = None
+    ) -> None:
         self.load = load
         capacity = load.total_bytes * 9 // 8 + 64 * MIB
-        self.tier = DiskTier.open([directory], capacity, io_threads=load.depth, load=True)
+        self.tier = DiskTier.open(
+            [directory], capacity, io_threads=load.depth, load=True, cipher=cipher
+        )
         arena_bytes = (load.call_pages + 8) * (load.page_bytes + 8192) * 5 // 4
         self.arena = HostTier(max(arena_bytes, 64 * MIB), boot_epoch=1)
         slots = self.arena.reserve("bench", load.page_bytes, load.call_pages)

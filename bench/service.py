@@ -17,7 +17,7 @@ Times are medians of rounds with their 90 % interval; ratios are of interleaved 
 With --load there is instead a steady load of so many clients; see service_load.py.
 
     python bench/service.py [--json] [--tiny] [--rounds 15] [--pages 128] [--rebuild-pages 1000000]
-                            [--dir DIR] [--seed 0] [--load 64 --seconds 60]
+                            [--dir DIR] [--seed 0] [--load 64 --seconds 60 --pause 0.25]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import restart
 from paired import PairedRatio, json_line, machine, paired_ratio
-from service_load import steady_load
+from service_load import PAUSE_S, steady_load
 from serving import Serving
 
 from kvstore import CacheSpec, Store
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=int, metavar="CLIENTS", help="steady load instead")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the steady load")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="of a client of the load")
     options = parser.parse_args()
     options.page_bytes, options.busy_s = BIG_PAGE_BYTES, BUSY_S
     if options.tiny:

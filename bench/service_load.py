@@ -1,6 +1,6 @@
 """A steady load of many clients on one server; part of bench/service.py, and its client processes.
 
-    python bench/service.py --load 64 --seconds 60
+    python bench/service.py --load 64 --seconds 60 [--pause 0]
 
 Clients live in a few processes, since on a small machine a process for each measures the machine.
 Each looks prompts up, compares the bytes of what hits, stores what misses. Wanted: no error, and
@@ -33,7 +33,7 @@ SPEC = CacheSpec.opaque("load", page_tokens=PAGE_TOKENS, page_bytes=PAGE_BYTES)
 PROCESSES = 4
 PROMPTS = 2000
 PAGES_A_PROMPT = 16
-PAUSE_S = 0.25  # of each client between its requests
+PAUSE_S = 0.25  # of each client between its requests, unless said otherwise
 WARM_UP_SHARE = 0.25  # of the seconds, until memory is looked at first
 LOOKS = 6  # at the server's memory and descriptors after that
 GROWTH_BYTES_MAX = 16 << 20
@@ -54,6 +54,7 @@ def steady_load(folder: Path, options: argparse.Namespace) -> int:
             command = [sys.executable, __file__, "--clients", str(clients)]
             command += ["--address", serving.address, "--seconds", str(options.seconds)]
             command += ["--seed", str(options.seed * 1000 + number)]
+            command += ["--pause", str(options.pause)]
             children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         time.sleep(options.seconds * WARM_UP_SHARE)
         private, open_ones = [serving.private_bytes()], [serving.descriptors()]
@@ -80,8 +81,9 @@ def steady_load(folder: Path, options: argparse.Namespace) -> int:
 class Client:
     """One of many in this process; counts what happens."""
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, pause_s: float) -> None:
         self.rng = np.random.default_rng(seed)
+        self.pause_s = pause_s
         self.store = connect(address, lookup_deadline_s=5.0)
         self.session: SessionLike = self.store.session(SPEC)
         self.matches = self.hit_pages = self.stored_pages = 0
@@ -90,13 +92,13 @@ class Client:
 
     def run(self, until: float) -> None:
         """Work until then."""
-        time.sleep(float(self.rng.uniform(0, PAUSE_S)))
+        time.sleep(float(self.rng.uniform(0, self.pause_s)))
         while time.monotonic() < until:
             try:
                 self.request(prompt(int(self.rng.integers(PROMPTS))))
             except Exception as exc:
                 self.errors.append(repr(exc))
-            time.sleep(PAUSE_S)
+            time.sleep(self.pause_s)
 
     def request(self, tokens: np.ndarray) -> None:
         """What an engine does for one prompt."""
@@ -144,7 +146,8 @@ def payload(tokens: np.ndarray, page: int) -> bytes:
 
 def be_clients(options: argparse.Namespace) -> None:
     """So many clients in threads of this process; prints what they counted."""
-    clients = [Client(options.address, options.seed * 100 + n) for n in range(options.clients)]
+    seed = options.seed * 100
+    clients = [Client(options.address, seed + n, options.pause) for n in range(options.clients)]
     until = time.monotonic() + options.seconds
     threads = [threading.Thread(target=client.run, args=(until,)) for client in clients]
     for thread in threads:
@@ -191,6 +194,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--pause", type=float, default=PAUSE_S)
     parser.add_argument("--store", metavar="ADDRESS")
     parser.add_argument("--page-bytes", type=int)
     options = parser.parse_args()

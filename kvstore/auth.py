@@ -11,13 +11,15 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from kvstore.call_budget import CallBudgets
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identity import (
     DEFAULT_TENANT,
+    PUBLIC_TENANT,
     Identity,
     LocalAuthorizer,
     NotAuthenticated,
     Role,
+    misplaced,
 )
 from kvstore.tenant import check_name
 from kvstore.tenant_watch import TenantWatch
@@ -26,6 +28,8 @@ from kvstore.tenants import Quota, role_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from kvstore.tenants import TenantBook
 
 __all__ = [
     "AnonymousAuthorizer",
@@ -37,6 +41,8 @@ __all__ = [
 ]
 
 CERTIFICATE_SCHEME = "kvstore"  # a certificate's URI name: kvstore://TENANT/ROLE
+
+NO_QUOTAS: Mapping[str, Quota] = {}
 
 _BEARER = re.compile(r"[Bb]earer +(\S+)", re.ASCII)
 _UNIX = ("unix:", "unix-abstract:")
@@ -75,6 +81,10 @@ class CredentialAuthorizer:
         found = self._tenants.book().tenants.get(tenant) if self._tenants is not None else None
         return found.quota if found is not None else Quota()
 
+    def quotas(self) -> Mapping[str, Quota]:
+        """What all tenants of the tenant file may have, as it says now; empty without one."""
+        return self._tenants.book().quotas if self._tenants is not None else NO_QUOTAS
+
     def _identity(self, context: Any) -> Identity:
         certified = _certified(context.auth_context()) if self._certificates else None
         token = _bearer_token(context.invocation_metadata() or ())
@@ -85,7 +95,10 @@ class CredentialAuthorizer:
             return identity
         if certified is None:
             raise NotAuthenticated(f"no credential; {self._wanted()}")
-        if self._tenants is not None and certified.tenant not in self._tenants.book().tenants:
+        known = self._tenants.book().tenants if self._tenants is not None else None
+        if known is None and certified.tenant == PUBLIC_TENANT:
+            raise NotAuthenticated(f"tenant {PUBLIC_TENANT} has to be in a tenant file")
+        if known is not None and certified.tenant not in known:
             raise NotAuthenticated("the certificate's tenant is not in this server's tenant file")
         return certified
 
@@ -116,14 +129,19 @@ class AnonymousAuthorizer:
 
 
 def authorizer_for(
-    listen: str, tenants_file: Path | None, *, certificates: bool
+    listen: str,
+    tenants_file: Path | None,
+    *,
+    certificates: bool,
+    check: Callable[[TenantBook], object] = lambda book: None,
 ) -> CredentialAuthorizer | AnonymousAuthorizer | LocalAuthorizer:
     """Who decides about calls to this address; ConfigError for a bad tenant file.
 
-    With a tenant file or a client CA every call needs a credential, on a Unix socket too.
+    With a tenant file or a client CA every call needs a credential, on a Unix socket too. check:
+    raises ConfigError for tenants that this server can't serve together.
     """
     if tenants_file is not None or certificates:
-        watch = TenantWatch(tenants_file) if tenants_file is not None else None
+        watch = TenantWatch(tenants_file, check=check) if tenants_file is not None else None
         return CredentialAuthorizer(watch, certificates=certificates)
     return LocalAuthorizer() if is_unix(listen) else AnonymousAuthorizer()
 
@@ -159,6 +177,9 @@ def check_listen(listen: str, *, tls: bool, credentials: bool, insecure_network:
 
 def certificate_name(tenant: str, role: Role) -> str:
     """The URI that a client certificate carries as its alternative name."""
+    problem = misplaced(tenant, role)
+    if problem:
+        raise InvalidRequest(problem)
     return f"{CERTIFICATE_SCHEME}://{check_name('tenant', tenant)}/{role.value}"
 
 
@@ -183,7 +204,11 @@ def _certified(auth_context: Mapping[str, Sequence[bytes]]) -> Identity | None:
     try:
         if ours:
             raise NotAuthenticated("the certificate has several kvstore:// names; one is wanted")
-        return Identity(check_name("certificate's tenant", tenant), role_of(role), "certificate")
+        found = Identity(check_name("certificate's tenant", tenant), role_of(role), "certificate")
+        problem = misplaced(found.tenant, found.role)
+        if problem:
+            raise ConfigError(problem)
+        return found
     except (ConfigError, ValueError) as exc:
         raise NotAuthenticated(
             f"the certificate's name is not kvstore://TENANT/ROLE: {exc}"

@@ -1,7 +1,8 @@
-"""The command `kvstore`: look inside a store directory, evict from it, run the demo.
+"""The command `kvstore`: look inside a store, evict from it, serve it, run the demo.
 
 Every listing has `--json`. Exit codes: 0 done, 1 refused or failed with a sentence on stderr,
-2 wrong usage. Tables go to stdout, sentences about trouble to stderr.
+2 wrong usage. Tables go to stdout, sentences about trouble to stderr. What a command says is the
+same whether it opened the directory itself or asked the server that holds it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
 from kvstore.cli_cert import cert
-from kvstore.cli_directory import opened
+from kvstore.cli_directory import Place, on_store
 from kvstore.cli_serve import serve
 from kvstore.cli_tenant import tenant_app
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.inspection import SORTS
 from kvstore.quantity import parse_duration
 from kvstore.removal import Selection
+from kvstore.wire import CHAINS_MAX
 
 app = typer.Typer(
     name="kvstore",
@@ -35,11 +38,8 @@ app.command()(serve)
 app.add_typer(tenant_app)
 app.command()(cert)
 
-Directory = Annotated[
-    Path, typer.Argument(help="The store's directory.", metavar="DIR", show_default=False)
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Limit = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many rows at most.")]
+Limit = Annotated[int, typer.Option(min=1, max=CHAINS_MAX, help="How many rows at most.")]
 Sort = Annotated[str, typer.Option(help="size, age, idle or hits.")]
 Namespace = Annotated[
     str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
@@ -51,6 +51,10 @@ Tokens = Annotated[
 TokensFile = Annotated[
     Path | None,
     typer.Option("--tokens-file", help="A file with token ids: JSON list, or numbers; - is stdin."),
+]
+Extras = Annotated[
+    str | None,
+    typer.Option("--extras", help='Extras of the prompt: {"PAGE": "HEX"}.', metavar="JSON"),
 ]
 Text = Annotated[str | None, typer.Option("--text", help="A prompt as text; needs --tokenizer.")]
 TextFile = Annotated[
@@ -80,52 +84,56 @@ def _global(
 
 
 @app.command()
-def ls(directory: Directory, json: Json = False, limit: Limit = 50, sort: Sort = "size") -> None:
+@on_store
+def ls(store: Place, json: Json = False, limit: Limit = 50, sort: Sort = "size") -> None:
     """List namespaces and the chains in them."""
-    if sort not in ("size", "age", "idle", "hits"):
-        raise InvalidRequest(f"--sort: {sort!r} given; one of size, age, idle, hits")
-    with opened(directory) as store:
-        spaces = store.namespaces()
-        chains, total = store.chains(limit=limit, sort=sort)
+    if sort not in SORTS:
+        raise InvalidRequest(f"--sort: {sort!r} given; one of {', '.join(SORTS)}")
+    with store.opened() as opened:
+        spaces = opened.namespaces()
+        chains, total = opened.chains(limit=limit, sort=sort)
     output.show_listing(spaces, chains, total, as_json=json)
 
 
 @app.command()
-def stats(directory: Directory, json: Json = False) -> None:
+@on_store
+def stats(store: Place, json: Json = False) -> None:
     """Bytes and pages of each tier, and what the store counts."""
-    with opened(directory) as store:
-        found = store.stats()
+    with store.opened() as opened:
+        found = opened.stats()
     output.show_stats(found, as_json=json)
 
 
 @app.command()
+@on_store
 def inspect(
-    directory: Directory,
+    store: Place,
     chain: Annotated[str, typer.Argument(help="Hex digits that begin a chain's id; see `ls`.")],
     json: Json = False,
 ) -> None:
     """Show one chain page by page, and the spec of its namespace."""
     if not chain or set(chain.lower()) - set("0123456789abcdef"):
         raise InvalidRequest(f"chain {chain!r}: hex digits are needed, as `kvstore ls` shows them")
-    with opened(directory) as store:
-        found = store.find_chain(chain)
-        if not found:
-            raise InvalidRequest(f"no page's id begins with {chain}; `kvstore ls` shows chains")
-        if len(found) > 1:
-            ids = ", ".join(item.chain_id for item, _ in found[:5])
-            raise InvalidRequest(f"{len(found)} pages' ids begin with {chain}: {ids}; say more")
-        spec = store.spec_json(bytes.fromhex(found[0][0].namespace))
-    output.show_chain(*found[0], spec, as_json=json)
+    with store.opened() as opened:
+        found = opened.find_chain(chain)
+    if not found:
+        raise InvalidRequest(f"no page's id begins with {chain}; `kvstore ls` shows chains")
+    if len(found) > 1:
+        ids = ", ".join(each.chain.chain_id for each in found[:5])
+        raise InvalidRequest(f"{len(found)} pages' ids begin with {chain}: {ids}; say more")
+    output.show_chain(found[0], as_json=json)
 
 
 @app.command()
+@on_store
 def explain(
-    directory: Directory,
+    store: Place,
     tokens: Tokens = None,
     tokens_file: TokensFile = None,
     text: Text = None,
     text_file: TextFile = None,
     tokenizer: Tokenizer = None,
+    extras: Extras = None,
     namespace: Namespace = None,
     tenant: Tenant = "default",
     json: Json = False,
@@ -134,15 +142,17 @@ def explain(
     asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
     if asked is None:
         raise InvalidRequest("give a prompt: --tokens, --tokens-file, --text or --text-file")
-    with opened(directory) as store:
-        space = prompt.choose_namespace(store, namespace, tenant)
-        found = store.explain(store.root(space, tenant), asked)
+    more = prompt.read_extras(extras)
+    with store.opened() as opened:
+        space = prompt.choose_namespace(opened, namespace, tenant)
+        found = opened.explain(asked, namespace=space, tenant=tenant, extras=more)
     output.show_explanation(found, prompt.decoder(tokenizer), as_json=json)
 
 
 @app.command()
+@on_store
 def evict(
-    directory: Directory,
+    store: Place,
     namespace: Namespace = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's pages.")] = None,
     writer: Annotated[str | None, typer.Option(help="Only what this writer stored.")] = None,
@@ -154,28 +164,53 @@ def evict(
     text: Text = None,
     text_file: TextFile = None,
     tokenizer: Tokenizer = None,
+    extras: Extras = None,
     everything: Annotated[bool, typer.Option("--all", help="All pages of the store.")] = False,
+    include_pinned: Annotated[bool, typer.Option(help="Pinned pages too.")] = False,
+    erase_key: Annotated[
+        bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without it, a dry run.")] = False,
     json: Json = False,
 ) -> None:
     """Evict chains by prefix, namespace, tenant, writer or age. A dry run unless --yes is given."""
     asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
-    with opened(directory) as store:
-        root = None
-        if asked is not None:
-            owner = tenant or "default"
-            root = store.root(prompt.choose_namespace(store, namespace, owner), owner)
+    more = prompt.read_extras(extras)
+    older_than_s = parse_duration(older_than) if older_than is not None else None
+    with store.opened() as opened:
+        if asked is None:
+            space = prompt.namespace_prefix(opened, namespace)
+        else:
+            tenant = "default" if tenant is None else tenant
+            space = prompt.choose_namespace(opened, namespace, tenant)
         selection = Selection(
             tenant=tenant,
-            namespace=prompt.namespace_prefix(store, namespace),
+            namespace=space,
             prefix=asked,
-            root=root,
+            extras=more,
             writer=writer,
-            older_than_s=parse_duration(older_than) if older_than is not None else None,
+            older_than_s=older_than_s,
             everything=everything,
         )
-        done = store.evict(selection, dry_run=not yes)
+        done = opened.evict(
+            selection, dry_run=not yes, include_pinned=include_pinned, erase_key=erase_key
+        )
     output.show_eviction(done, as_json=json)
+
+
+@app.command()
+@on_store
+def flush(
+    store: Place,
+    deadline: Annotated[str, typer.Option(help="How long to wait: 10s, 1m.")] = "10s",
+    json: Json = False,
+) -> None:
+    """Wait until all that was committed is on disk. Exit code 1 when the deadline passed first."""
+    with store.opened() as opened:
+        done = opened.flush(parse_duration(deadline))
+    output.show_flush(done, as_json=json)
+    if not done:
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,23 +1,130 @@
-"""Opens a store directory for one command: only if there is one, with as little memory as works."""
+"""Where a command looks: in the server that holds a directory, in a server at an address, else in
+the directory itself, with as little memory as works. Commands cannot tell which it is.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import inspect
+import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvstore.errors import DirectoryError
+import typer
+
+from kvstore.client_config import ClientConfig
+from kvstore.errors import ConfigError, DirectoryError
+from kvstore.server_address import SCHEME, parse_address
+from kvstore.socket_probe import why_unreachable
 from kvstore.store import Store
+from kvstore.tiers.store_directory import LOCK_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+
+    from kvstore.interface import OperatorLike
+    from kvstore.server_address import ServerAddress
 
 HOST_BYTES = 1 << 20
+HOLDER_BYTES_MAX = 200
+
+# How to reach a server: an option of every command that looks into a store.
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "token_file": (Path | None, typer.Option(help="A file with this client's token.")),
+    "ca": (Path | None, typer.Option(help="Certificates of the CA to believe, PEM.")),
+    "cert": (Path | None, typer.Option(help="This client's certificate, PEM.")),
+    "key": (Path | None, typer.Option(help="Its key, PEM.")),
+    "insecure_network": (bool, typer.Option(help="Talk to a network address without TLS.")),
+    "server_uid": (
+        int | None,
+        typer.Option(help="The user whose server to trust on a Unix socket."),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The store that a command was given: a directory or an address, and how to get in."""
+
+    where: str
+    config: ClientConfig
+
+    @contextmanager
+    def opened(self) -> Iterator[OperatorLike]:
+        """The store. Raises DirectoryError when there is none or it can't be asked."""
+        address = parse_address(self.where)
+        directory = address.directory
+        if directory is None:
+            with _connected(address, self.config) as client:
+                yield client
+            return
+        _check(directory)
+        assert address.socket is not None
+        reason = why_unreachable(address.socket, self.config.trusted_uid)
+        if not reason:
+            with _connected(address, self.config) as client:
+                yield client
+            return
+        holder = _holder(directory)
+        if holder:
+            raise DirectoryError(
+                f"{directory}: in use by {holder}, and no server answers there ({reason}); stop it,"
+                f" or name the address that it listens at: {SCHEME}HOST:PORT"
+            )
+        with Store.open(directory, host_bytes=HOST_BYTES) as store:
+            yield store
+
+
+def on_store(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first argument is a Place: as DIR or an address, and options to get in."""
+
+    @functools.wraps(command)
+    def wrapped(where: str, **given: Any) -> None:
+        access = {name: given.pop(name) for name in _OPTIONS}
+        config = ClientConfig(
+            token_file=access["token_file"],
+            ca_file=access["ca"],
+            cert_file=access["cert"],
+            key_file=access["key"],
+            insecure_network=access["insecure_network"],
+            server_uid=access["server_uid"],
+        )
+        command(Place(where, config), **given)
+
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    where = Annotated[
+        str,
+        typer.Argument(help="The store's directory, or a kvstore:// address.", metavar="STORE"),
+    ]
+    parameters = [inspect.Parameter("where", kind, annotation=where)]
+    parameters += [each.replace(kind=kind) for each in own]
+    for name, (annotation, option) in _OPTIONS.items():
+        default = False if annotation is bool else None
+        said: Any = Annotated[annotation, option]
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=said))
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[Store]:
-    """The store in `directory`, warm. Raises DirectoryError when there is none or it is in use."""
+def _connected(address: ServerAddress, config: ClientConfig) -> Iterator[OperatorLike]:
+    try:
+        from kvstore.operator_client import OperatorClient  # grpc, for those who need it
+    except ImportError as exc:
+        raise ConfigError(f"a server needs the package grpcio: {exc}") from exc
+    client = OperatorClient(address, config)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _check(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise DirectoryError(f"{directory}: this is a file; a store is a directory")
     if not directory.is_dir():
@@ -27,5 +134,19 @@ def opened(directory: Path) -> Iterator[Store]:
             f"{directory}: this is no store directory (it has no store.json); a store makes one "
             "when it is opened there"
         )
-    with Store.open(directory, host_bytes=HOST_BYTES) as store:
-        yield store
+
+
+def _holder(directory: Path) -> str:
+    """Who has the directory open now, as it wrote itself down; "" when nobody has."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        said = os.pread(descriptor, HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
+        return said or "another process"
+    finally:
+        os.close(descriptor)
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,9 @@ from kvstore.quantity import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.inspection import Chain, Explanation, NamespaceUsage, PageFacts
+    from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage
     from kvstore.removal import Eviction
-    from kvstore.store import Stats
+    from kvstore.store_stats import Stats
 
 CHAIN_ID_DIGITS = 16
 
@@ -77,31 +76,49 @@ def show_stats(found: Stats, *, as_json: bool) -> None:
             tier.state,
         )
     console.print(table)
+    if found.encryption != "off":
+        console.print(f"encryption at rest: {found.encryption}")
     console.print(
         f"{found.pages} pages in {found.trees} trees; the index takes "
         f"{format_bytes(found.index_bytes)}. The arena and the counters begin with the process "
         "that opens the store: --json shows them."
     )
+    if found.service:
+        console.print(
+            f"A server holds it: {found.service.get('sessions', 0)} sessions with "
+            f"{found.service.get('matches', 0)} matches and "
+            f"{found.service.get('reservations', 0)} reservations."
+        )
+        if found.service.get("warning"):
+            console.print(f"warning: {found.service['warning']}")
 
 
-def show_chain(
-    chain: Chain, pages: Sequence[PageFacts], spec: str | None, *, as_json: bool
-) -> None:
+def show_flush(done: bool, *, as_json: bool) -> None:
+    """`kvstore flush`."""
+    if as_json:
+        _json({"done": done})
+    elif done:
+        _console().print("All that was committed is on disk.")
+    else:
+        _console().print("Not all of it is on disk yet; --deadline waits for longer.")
+
+
+def show_chain(found: FoundChain, *, as_json: bool) -> None:
     """`kvstore inspect`."""
     if as_json:
-        _json(documents.chain_pages(chain, pages, spec))
+        _json(found.to_dict())
         return
-    console = _console()
+    chain, console = found.chain, _console()
     console.print(
         f"chain {chain.chain_id}: {chain.pages} pages, {chain.tokens} tokens, "
         f"{format_bytes(chain.payload_bytes)}, tenant {chain.tenant}, model {chain.model}"
     )
     console.print(f"namespace {chain.namespace}")
-    if spec:
-        shown = {key: value for key, value in json.loads(spec).items() if key != "groups"}
+    if found.spec:
+        shown = {key: value for key, value in found.spec.items() if key != "groups"}
         console.print("spec " + ", ".join(f"{key}={value}" for key, value in shown.items()))
     table = _table("page", "key", "tiers", *_right("size", "first token", "hits"), "checksum")
-    for page in pages:
+    for page in found.pages:
         table.add_row(
             str(page.page_index),
             page.key[:CHAIN_ID_DIGITS],
@@ -152,6 +169,8 @@ def show_eviction(done: Eviction, *, as_json: bool) -> None:
         console.print(f"Dry run: {what} would go. Add --yes to do it.")
     else:
         console.print(f"Evicted {what}.")
+        if done.redis_pages:
+            console.print(f"{done.redis_pages} of them were deleted in Redis too.")
     if kept:
         console.print(f"{done.kept_leased} pages stay (in use), {done.kept_pinned} (pinned).")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvstore.store import Store
+    from kvstore.interface import OperatorLike
 
 PROMPT_CHARS_MAX = 256 * 1024 * 1024  # of a file with token ids or text
 
@@ -42,6 +42,19 @@ def read(
     return ids
 
 
+def read_extras(given: str | None) -> dict[int, bytes] | None:
+    """Extras by page index out of {"0": "hex digits"}; None when there are none."""
+    if given is None:
+        return None
+    try:
+        found = json.loads(given)
+        return {int(page): bytes.fromhex(content) for page, content in found.items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as exc:
+        raise InvalidRequest(
+            '--extras: a JSON object of page indices and hex digits is needed, as {"0": "a1b2"}'
+        ) from exc
+
+
 def decoder(tokenizer: Path | None) -> Callable[[int], str] | None:
     """Turns a token id into text, when there is a tokenizer."""
     if tokenizer is None:
@@ -50,7 +63,7 @@ def decoder(tokenizer: Path | None) -> Callable[[int], str] | None:
     return lambda token: repr(loaded.decode([token], skip_special_tokens=False))
 
 
-def namespace_prefix(store: Store, namespace: str | None) -> bytes | None:
+def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None:
     """The one namespace that begins with these hex digits; None for None."""
     if namespace is None:
         return None
@@ -59,12 +72,12 @@ def namespace_prefix(store: Store, namespace: str | None) -> bytes | None:
     return bytes.fromhex(_one_namespace(store, namespace, None))
 
 
-def choose_namespace(store: Store, namespace: str | None, tenant: str) -> bytes:
+def choose_namespace(store: OperatorLike, namespace: str | None, tenant: str) -> bytes:
     """The namespace that was named, or the only one that the tenant has."""
     return bytes.fromhex(_one_namespace(store, namespace or "", tenant))
 
 
-def _one_namespace(store: Store, digits: str, tenant: str | None) -> str:
+def _one_namespace(store: OperatorLike, digits: str, tenant: str | None) -> str:
     spaces = {
         space.namespace
         for space in store.namespaces()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstore.config import load_config
+from kvstore.heap import limit_heaps
 from kvstore.server_config import ServerConfig
 from kvstore.server_log import log_to_stderr
 from kvstore.server_security import ServerSecurity
@@ -40,12 +41,24 @@ def serve(
     disk_bytes: Size = None,
     staging_bytes: Size = None,
     secret_file: Annotated[Path | None, typer.Option(help="The store secret, to share.")] = None,
+    encrypt: Annotated[
+        bool | None,
+        typer.Option(help="Encrypt pages on disk, a key a tenant.", show_default=False),
+    ] = None,
+    keys_dir: Annotated[Path | None, typer.Option(help="Where those keys are: DIR/keys.")] = None,
     huge_pages: Switch = None,
     max_rpcs: Count = None,
     sessions_max: Count = None,
     workers: Count = None,
     waiting_workers: Count = None,
     io_threads: Count = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
+    ] = None,
+    redis_bytes: Size = None,
+    redis_ttl_s: Duration = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="0600.")] = None,
+    redis_lookup_s: Duration = None,
     drain_s: Duration = None,
     idle_exit_s: Duration = None,
     insecure_network: Switch = None,
@@ -76,8 +89,7 @@ def serve(
         typer.echo(settings.model_dump_json(indent=2))
         return
     log_to_stderr(as_json=settings.log_json)
-    os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
+    _set_process_limits()
     from kvstore.server import Server  # grpc, which no other command needs
 
     server = Server(settings, security)
@@ -87,6 +99,13 @@ def serve(
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)  # a thread that hangs in the kernel must not keep the process
+
+
+def _set_process_limits() -> None:
+    """Before threads start and files are made."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
+    limit_heaps()
 
 
 def _stop_on_signals(server: Server) -> None:

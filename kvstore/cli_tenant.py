@@ -1,4 +1,4 @@
-"""`kvstore tenant`: add, rotate, rm, list. Edits the tenant file; servers notice within seconds.
+"""`kvstore tenant`: add, quota, rotate, rm, list. Edits the tenant file; servers notice in seconds.
 
 A new token goes to stdout, alone, or to a 0600 file; it can't be shown again.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as json_library
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,14 +17,21 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli_output import age
+from kvstore.client_config import ClientConfig
+from kvstore.config import load_config
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identity import Role
 from kvstore.private_file import replace_private
-from kvstore.quantity import parse_bytes, parse_duration
+from kvstore.quantity import format_bytes, parse_bytes, parse_duration
+from kvstore.server_address import parse_address
+from kvstore.server_config import ServerConfig
+from kvstore.shares import Tenancy
 from kvstore.tenants import Quota, TenantBook, edit_tenants, load_tenants
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_USED = ("host_bytes", "host_share_bytes", "disk_bytes", "disk_share_bytes", "leased_bytes")
 
 tenant_app = typer.Typer(
     name="tenant",
@@ -46,6 +53,10 @@ TokenFile = Annotated[
 ]
 Size = Annotated[str | None, typer.Option(help="A size, as 8GiB; `none` takes the bound away.")]
 Count = Annotated[str | None, typer.Option(help="A number; `none` takes the bound away.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="The server's TOML file: shares must fit in its capacities."),
+]
 
 
 @tenant_app.command()
@@ -55,6 +66,7 @@ def add(
     role: RoleName = Role.WRITER,
     expires: Expires = None,
     token_file: TokenFile = None,
+    config: ConfigFile = None,
     host_bytes_share: Size = None,
     disk_bytes_share: Size = None,
     host_bytes_max: Size = None,
@@ -69,24 +81,48 @@ def add(
     For a tenant that is there, adds one more token, as of another role. Quotas that are given
     replace the tenant's; all others stay.
     """
-    limits = {
-        **_parsed(_size, "host_bytes_share", host_bytes_share),
-        **_parsed(_size, "disk_bytes_share", disk_bytes_share),
-        **_parsed(_size, "host_bytes_max", host_bytes_max),
-        **_parsed(_size, "disk_bytes_max", disk_bytes_max),
-        **_parsed(_count, "pinned_pages_max", pinned_pages_max),
-        **_parsed(_count, "reservations_max", reservations_max),
-        **_parsed(_count, "sessions_max", sessions_max),
-        **_parsed(_count, "calls_per_s_max", calls_per_s_max),
-    }
+    limits = _limits(locals())
     ttl_s = parse_duration(expires) if expires is not None else None
 
     def edit(book: TenantBook) -> tuple[TenantBook, str]:
-        quota = book.tenants[name].quota if name in book.tenants else Quota()
-        book = book.with_tenant(name, replace(quota, **limits))
+        old = book.tenants[name].quota if name in book.tenants else Quota()
+        book = book.with_tenant(name, replace(old, **limits))
+        _check_shares(book, config)
         return book.with_token(name, role, time(), ttl_s)
 
     _edit_and_give_token(file, edit, token_file, create=True)
+
+
+@tenant_app.command()
+def quota(
+    file: File,
+    name: Name,
+    host_bytes_share: Size = None,
+    disk_bytes_share: Size = None,
+    host_bytes_max: Size = None,
+    disk_bytes_max: Size = None,
+    pinned_pages_max: Count = None,
+    reservations_max: Count = None,
+    sessions_max: Count = None,
+    calls_per_s_max: Count = None,
+    config: ConfigFile = None,
+) -> None:
+    """Change a tenant's quota; what is not given stays. Servers hold it within seconds.
+
+    A tenant above a new, lower bound gives pages up as it stores others.
+    """
+    limits = _limits(locals())
+    if not limits:
+        raise InvalidRequest("quota: nothing to change; `kvstore tenant quota --help`")
+
+    def edit(book: TenantBook) -> TenantBook:
+        if name not in book.tenants:
+            raise InvalidRequest(f"there is no tenant {name}; `kvstore tenant list` shows them")
+        changed = book.with_tenant(name, replace(book.tenants[name].quota, **limits))
+        _check_shares(changed, config)
+        return changed
+
+    edit_tenants(file, edit, create=False)
 
 
 @tenant_app.command()
@@ -118,7 +154,8 @@ def rm(
 ) -> None:
     """Take a tenant and its tokens out; servers refuse them within seconds.
 
-    Its pages stay until they are evicted: `kvstore evict DIR --tenant NAME --yes`.
+    Its pages stay until they are evicted: `kvstore evict DIR --tenant NAME --yes`; with
+    `--erase-key`, where pages are encrypted, no copy of them can be read any more.
     """
 
     def edit(book: TenantBook) -> TenantBook:
@@ -131,19 +168,30 @@ def rm(
 def list_tenants(
     file: File,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Ask this running server what each has now: a directory or an address."),
+    ] = None,
+    server_token_file: Annotated[
+        Path | None, typer.Option(help="A token to ask with; an admin's shows every tenant.")
+    ] = None,
 ) -> None:
     """Show tenants, their quotas, and their tokens by id; a token itself is in no file."""
     book = load_tenants(file)
+    now = _usage_at(server, server_token_file) if server is not None else {}
     tenants: list[dict[str, Any]] = []
     for tenant in book.tenants.values():
         tokens = [asdict(each) | {"expired": each.is_expired(time())} for each in tenant.tokens]
         for each in tokens:
             del each["digest"]
-        tenants.append({"name": tenant.name, "quota": asdict(tenant.quota), "tokens": tokens})
+        entry = {"name": tenant.name, "quota": asdict(tenant.quota), "tokens": tokens}
+        tenants.append(entry | ({"usage": now[tenant.name]} if tenant.name in now else {}))
     if json:
         typer.echo(json_library.dumps({"tenants": tenants}))
         return
     _show(tenants, time())
+    if now:
+        _show_usage(now)
 
 
 def _edit_and_give_token(
@@ -190,6 +238,50 @@ def _show(tenants: list[dict[str, Any]], wall_now: float) -> None:
         for number, row in enumerate(rows):
             table.add_row("" if number else tenant["name"], *row, "" if number else quota)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _show_usage(now: dict[str, dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("tenant", "memory", "share", "disk", "share", "pinned", "sessions", "leased"):
+        table.add_column(column, justify="left" if column == "tenant" else "right")
+    for name, found in sorted(now.items()):
+        size = {key: format_bytes(found[key] or 0) for key in _USED}
+        table.add_row(
+            name,
+            size["host_bytes"],
+            size["host_share_bytes"],
+            size["disk_bytes"],
+            size["disk_share_bytes"],
+            str(found["pinned_pages"]),
+            str(found["sessions"]),
+            size["leased_bytes"],
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _usage_at(server: str, token_file: Path | None) -> dict[str, dict[str, Any]]:
+    """What each tenant has at a running server, by name."""
+    from kvstore.client import RemoteStore  # grpc, which no other command of these needs
+
+    with RemoteStore(parse_address(server), ClientConfig(token_file=token_file)) as store:
+        found = store.stats().to_dict()["tenants"]
+    return {each["tenant"]: each for each in found}
+
+
+def _limits(given: dict[str, Any]) -> dict[str, int | None]:
+    """The settings of a quota among a command's options, as far as they were given."""
+    found: dict[str, int | None] = {}
+    for each in fields(Quota):
+        parse = _size if "_bytes_" in each.name else _count
+        found |= _parsed(parse, each.name, given[each.name])
+    return found
+
+
+def _check_shares(book: TenantBook, config: Path | None) -> None:
+    """Refuse shares that the server with these settings would refuse; a server always does."""
+    if config is not None:
+        found = load_config({}, config, kind=ServerConfig)
+        Tenancy.of(book.quotas, found.arena_bytes, found.disk_bytes)
 
 
 def _ago(seconds: float) -> str:

@@ -4,67 +4,45 @@
         session = store.session(spec)
         with session.match(tokens) as hit: ...
 
-Nothing that happens to the server raises in the caller: look-ups become misses, reservations are
-empty with a reason, until it is back.
+Nothing that happens to the server raises in an engine's calls: look-ups become misses, and
+reservations are empty with a reason, until it is back. An operator's calls do raise; they are in
+operator_client.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvstore import kvstore_pb2 as pb
-from kvstore.client_channel import CallFailed
-from kvstore.client_link import ServerLink
-from kvstore.errors import ClosedError, InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, ServerUnavailable
+from kvstore.operator_client import DEFAULT_TENANT, OperatorClient
 from kvstore.remote_session import RemoteSession
 from kvstore.spec import CacheSpec
 
-if TYPE_CHECKING:
-    from types import TracebackType
+__all__ = ["RemoteStore", "ServerUnavailable"]
 
+if TYPE_CHECKING:
     from kvstore.client_config import ClientConfig
     from kvstore.private_server import PrivateServer
     from kvstore.server_address import ServerAddress
 
-DEFAULT_TENANT = "default"
 WRITER_BYTES_MAX = 64
 SALT_BYTES_MAX = 256
-QUESTION_S = 5.0  # for an operator's question
 
 
-class ServerUnavailable(KVStoreError):
-    """An operator's question got no answer; the message says why. Engines never see it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteStats:
-    """What a server counts, as it sent it."""
-
-    document: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
-        return self.document
-
-
-class RemoteStore:
+class RemoteStore(OperatorClient):
     """A connection to a server; kvstore.connect() makes it. Thread-safe; close it."""
 
     def __init__(
         self, address: ServerAddress, config: ClientConfig, private: PrivateServer | None = None
     ) -> None:
         """Returns at once, whether there is a server or not. Raises ConfigError."""
-        self.config = config
-        self._link = ServerLink(address, config, private)
+        super().__init__(address, config, private)
         self._sessions: weakref.WeakSet[RemoteSession] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._closed = False
 
     @property
     def private_pid(self) -> int | None:
@@ -85,8 +63,7 @@ class RemoteStore:
         reached, the session finds it later. The tenant is the credential's: naming another one is
         refused. writer: a name to remember with each page.
         """
-        if self._closed:
-            raise ClosedError("the connection is closed")
+        self._require_open()
         if not isinstance(spec, CacheSpec):
             raise InvalidRequest(f"spec: a CacheSpec is needed, not {type(spec).__name__}")
         if tenant != DEFAULT_TENANT:
@@ -105,47 +82,24 @@ class RemoteStore:
         made.wait_open(self.config.open_wait_s, while_it_starts=True)
         return made
 
-    def stats(self) -> RemoteStats:
-        """Bytes, pages and counters of the server now. Raises ServerUnavailable."""
-        return RemoteStats(self._question("Stats", pb.StatsRequest()))
-
     def client_counters(self) -> dict[str, int]:
         """What happened on this side: sessions opened, calls by how they failed."""
         return self._link.counters()
 
     def close(self) -> bool:
         """End all sessions and the connection; the server goes on."""
-        if self._closed or self._pid != os.getpid():
+        if self._closing.is_set() or self._pid != os.getpid():
             return True
-        self._closed = True
+        self._closing.set()
         with self._lock:
             sessions = list(self._sessions)
         self._link.give_back.stop(1.0)
         for session in sessions:
             session.close()
-        self._link.close()
-        return True
+        return super().close()
 
     def __enter__(self) -> RemoteStore:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _question(self, name: str, request: Any) -> dict[str, Any]:
-        if self._closed:
-            raise ClosedError("the connection is closed")
-        reason = self._link.why_unreachable()
-        if reason:
-            raise ServerUnavailable(f"server {self._link.address}: {reason}")
-        try:
-            reply = self._link.channel.call(name, request, QUESTION_S, wait_for_ready=True)
-            document: dict[str, Any] = json.loads(reply.json)
-        except (CallFailed, ValueError) as exc:
-            raise ServerUnavailable(f"server {self._link.address}: {exc}") from exc
-        return document

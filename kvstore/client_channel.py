@@ -15,10 +15,11 @@ import grpc
 
 from kvstore import kvstore_pb2
 from kvstore.errors import ConfigError
+from kvstore.heap import reuse_large_buffers
 from kvstore.kvstore_pb2_grpc import KVStoreStub
 from kvstore.private_file import read_private, read_public
 from kvstore.tenants import load_token
-from kvstore.wire import RETRY_KEY, SERVICE
+from kvstore.wire import DOCUMENT_BYTES_MAX, RETRY_KEY, SERVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kvstore.server_address import ServerAddress
 
 PEM_BYTES_MAX = 1 << 20
-HOLD_S_DEFAULT = 0.1
 HOLD_S_MAX = 1.0
 
 _OPTIONS = (
@@ -38,6 +38,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", DOCUMENT_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
@@ -56,16 +57,22 @@ class Failure(Enum):
     TIMEOUT = auto()
     UNKNOWN = auto()  # the server knows the session not, or no more, or not what it names
     BUSY = auto()  # too many calls, or over a quota; `hold_s` says for how long
-    REFUSED = auto()  # this call, this version or this credential
+    DENIED = auto()  # the credential is not known, or not for this
+    INVALID = auto()  # the call's arguments
+    REFUSED = auto()  # anything else, as this version
 
 
 class CallFailed(Exception):
     """A call that got no reply. Never leaves kvstore."""
 
-    def __init__(self, failure: Failure, text: str, *, hold_s: float = 0.0) -> None:
+    def __init__(
+        self, failure: Failure, text: str, *, hold_s: float | None = None, details: str = ""
+    ) -> None:
+        """hold_s: for how long the server asks to be left alone. details: its own words."""
         super().__init__(text)
         self.failure = failure
         self.hold_s = hold_s
+        self.details = details
 
 
 _MEANINGS = {
@@ -74,6 +81,9 @@ _MEANINGS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Failure.TIMEOUT,
     grpc.StatusCode.NOT_FOUND: Failure.UNKNOWN,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Failure.BUSY,
+    grpc.StatusCode.UNAUTHENTICATED: Failure.DENIED,
+    grpc.StatusCode.PERMISSION_DENIED: Failure.DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT: Failure.INVALID,
 }
 
 
@@ -82,6 +92,7 @@ class ServerChannel:
 
     def __init__(self, address: ServerAddress, config: ClientConfig) -> None:
         """Raises ConfigError when the address needs TLS and there is none, or files are missing."""
+        reuse_large_buffers()
         self.address = address
         self._token_file = config.token_file
         self._metadata: tuple[tuple[str, str], ...] = ()
@@ -130,6 +141,24 @@ class ServerChannel:
         except ValueError as exc:
             raise _failed(exc) from exc
 
+    def watch(self, request: kvstore_pb2.WatchRequest) -> Any:
+        """A stream of events; iterate with `replies`, end with cancel()."""
+        try:
+            return self._stub.Watch(request, metadata=self._metadata)
+        except ValueError as exc:
+            raise _failed(exc) from exc
+
+    @property
+    def credential(self) -> tuple[tuple[str, str], ...]:
+        """What calls carry now."""
+        return self._metadata
+
+    def has_newer_credential(self, used: tuple[tuple[str, str], ...]) -> bool:
+        """Read the token file again; whether it has another credential than was used."""
+        with contextlib.suppress(ConfigError):
+            self.reload_token()
+        return self._metadata != used
+
     def replies(self, stream: Any) -> Iterator[Any]:
         """What comes over a stream; CallFailed when it breaks."""
         try:
@@ -176,13 +205,11 @@ class ServerChannel:
         code = getattr(exc, "code", None)
         if self._token_file is None or code is None or code() != grpc.StatusCode.UNAUTHENTICATED:
             return False
-        with contextlib.suppress(ConfigError):
-            self.reload_token()
-        return self._metadata != metadata
+        return self.has_newer_credential(metadata)
 
 
 def with_tokens(
-    request: kvstore_pb2.MatchRequest | kvstore_pb2.ReserveRequest, tokens: bytes
+    request: kvstore_pb2.MatchRequest | kvstore_pb2.ReserveRequest, tokens: bytes | memoryview
 ) -> bytes:
     """The encoded request with its field `tokens`, for ServerChannel.call.
 
@@ -216,14 +243,14 @@ def _failed(exc: Exception) -> CallFailed:
         return CallFailed(Failure.UNREACHABLE, str(exc))
     details = exc.details() or ""  # type: ignore[attr-defined]
     failure = _MEANINGS.get(code(), Failure.REFUSED)
-    hold_s = _hold_s(exc) if failure is Failure.BUSY else 0.0
-    return CallFailed(failure, f"{code().name}: {details}", hold_s=hold_s)
+    hold_s = _hold_s(exc) if failure is Failure.BUSY else None
+    return CallFailed(failure, f"{code().name}: {details}", hold_s=hold_s, details=details)
 
 
-def _hold_s(exc: Any) -> float:
-    """How long the server asks to be left alone."""
+def _hold_s(exc: Any) -> float | None:
+    """How long the server asks to be left alone; gRPC itself, at its limits, says nothing."""
     for key, value in exc.trailing_metadata() or ():
         if key == RETRY_KEY:
             with contextlib.suppress(ValueError):
                 return min(max(int(value), 0) / 1e3, HOLD_S_MAX)
-    return HOLD_S_DEFAULT
+    return None

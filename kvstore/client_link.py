@@ -7,6 +7,7 @@ line a change of state, never an exception. Must not be here: what a call means.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import kvstore_pb2 as pb
 from kvstore.breaker import Breaker
-from kvstore.client_channel import CallFailed, Failure, ServerChannel
+from kvstore.client_channel import HOLD_S_MAX, CallFailed, Failure, ServerChannel
 from kvstore.give_back import GiveBack
 from kvstore.socket_probe import why_unreachable
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvstore.server_address import ServerAddress
 
 GIVE_BACK_S = 1.0
+HOLD_S_MIN = 0.05
+UNREACHABLE = "unreachable"
 
 # Calls that name a match or reservation: the server may know the session and not that.
 _ABOUT_HANDLES = frozenset({"Stage", "Commit", "Abort", "ReadPages", "WritePages"})
@@ -51,6 +54,8 @@ class ServerLink:
         self.private = private
         # A full tier refuses reservations and not look-ups: each kind of call is held for itself.
         self._held_until: dict[str, float] = {}
+        self._held_for: dict[str, float] = {}  # of the last time, to hold for longer the next time
+        self._refusals: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._state = ""
@@ -65,6 +70,7 @@ class ServerLink:
             self.failed(live, name, exc)
             return None
         self.breaker.succeeded()
+        self.accepted(name)
         return reply
 
     def read_pages(
@@ -115,9 +121,29 @@ class ServerLink:
             if name not in _ABOUT_HANDLES:
                 live.end(str(exc))
         elif exc.failure is Failure.BUSY:
-            self._held_until[name] = time.monotonic() + exc.hold_s
+            self._hold(name, exc.hold_s)
+        elif exc.failure is Failure.DENIED:
+            self.refused(name, exc)
+            self._hold(name, HOLD_S_MAX)
         else:
             self.note(f"refused a call: {name}: {exc}")
+
+    def refused(self, name: str, exc: CallFailed) -> None:
+        """The server does not want this call of this client, now and probably later."""
+        self._refusals[name] = f"refused: {exc}"
+        self.note(self._refusals[name])
+
+    def why_not(self, name: str) -> str:
+        """Why a call got no reply, for whoever waits for what it would have given."""
+        return self._refusals.get(name) or self._refusals.get("Open") or UNREACHABLE
+
+    def accepted(self, name: str) -> None:
+        """A call was answered: what was said against it is over."""
+        if name == "Open":
+            self._refusals.clear()
+        elif self._held_for or self._refusals:
+            self._held_for.pop(name, None)
+            self._refusals.pop(name, None)
 
     def heard(self, live: LiveSession) -> None:
         """The server has given a sign of life."""
@@ -163,6 +189,14 @@ class ServerLink:
         """Deliver what is to be given back, end all calls."""
         self.give_back.stop(GIVE_BACK_S)
         self.channel.close()
+
+    def _hold(self, name: str, hold_s: float | None) -> None:
+        """Leave the server alone: for as long as it says, else for twice as long each time."""
+        if hold_s is None:
+            hold_s = min(2 * self._held_for.get(name, HOLD_S_MIN / 2), HOLD_S_MAX)
+            self._held_for[name] = hold_s
+            hold_s *= random.uniform(0.8, 1.2)  # not all clients at once
+        self._held_until[name] = time.monotonic() + hold_s
 
     def _may_call(self, live: LiveSession, name: str) -> bool:
         if live.over.is_set() or self.breaker.is_open:

@@ -27,6 +27,7 @@ from pydantic import (
 from kvstore.errors import ConfigError
 from kvstore.quantity import SIZE_BYTES_MAX, format_bytes, parse_bytes, parse_duration, shown
 from kvstore.tiers.available_memory import available_memory_bytes
+from kvstore.tiers.redis_address import RedisAddress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -123,6 +124,10 @@ class StoreConfig(BaseModel):
     huge_pages: bool = False
     # The store secret, where several stores must have it in common; else DIR/secret.
     secret_file: OptionalPath = None
+    # New pages on disk with AES-256-GCM, a key a tenant; unset: as the store was.
+    encrypt: bool | None = None
+    # Where the keys are, if not in DIR/keys: on another medium they do not leave with the disk.
+    keys_dir: OptionalPath = None
     # Pages stored longer ago leave; None = only for want of room.
     max_age_s: OptionalSeconds = Field(default=None, gt=0)
     # What may wait for the disk at once; a commit waits no longer than the disk takes.
@@ -131,6 +136,16 @@ class StoreConfig(BaseModel):
     io_threads: Count = Field(default=4, ge=1, le=64)
     # How long `stage` waits for the disk unless the call says otherwise.
     stage_deadline_s: Seconds = Field(default=2.0, gt=0, le=3600)
+    # A Redis or Valkey to share pages through; see tiers/redis_address.py. Empty: none.
+    redis_url: str = ""
+    # Pages there that the store refers to at once; what Redis holds is for its maxmemory to bound.
+    redis_bytes: Bytes = Field(default=64 << 30, ge=1 << 20, le=SIZE_BYTES_MAX)
+    # How long Redis keeps a page that nobody stores again.
+    redis_ttl_s: Seconds = Field(default=86_400.0, ge=1, le=365 * 86_400)
+    # A 0600 file with the password; the user, if any, is in redis_url.
+    redis_password_file: OptionalPath = None
+    # How long a look-up waits for Redis, when the store itself lacks a page.
+    redis_lookup_s: Seconds = Field(default=0.02, gt=0, le=0.05)
 
     def __init__(self, **values: Any) -> None:
         """Settings by name; what is not given is taken from the machine, see `default_*`."""
@@ -161,8 +176,13 @@ class StoreConfig(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> StoreConfig:
         """What no field can know alone."""
+        if self.redis_url:
+            try:
+                RedisAddress.parse(self.redis_url)
+            except ValueError as exc:
+                raise ConfigError(f"redis_url: {exc}") from exc
         if self.directory is None:
-            for name in ("disk_directories", "disk_bytes"):
+            for name in ("disk_directories", "disk_bytes", "encrypt", "keys_dir"):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: given, but there is no directory; set dir")
             return self

@@ -142,6 +142,11 @@ class DiskWriter:
                 ticket.remaining -= going
         self._finish(going, set())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether pages are on their way this moment. The lock is held."""
+        return bool(self._writing)
+
     def is_writing(self, pages: set[int]) -> bool:
         """Whether one of these pages is on its way to the disk this moment."""
         return not self._writing.isdisjoint(pages)
@@ -219,33 +224,38 @@ class DiskWriter:
         """A disk slot for each page, as far as they go."""
         index = self._state.index
         with self._state.lock:
-            wants: dict[tuple[int, int], list[int]] = {}  # by bytes of payload and of slot
-            longest: dict[tuple[int, int], int] = {}  # metadata among them
+            wants: dict[tuple[str, int, int], list[int]] = {}  # by owner, bytes of payload, of slot
+            longest: dict[tuple[str, int, int], int] = {}  # metadata among them
             for page in group:
                 tree = index.tree_of(page)
                 metadata = tree.page_bytes + len(index.table.extras.get(page, b""))
                 payload = int(index.table.payload_bytes[page])
-                shape = payload, self._disk.slot_bytes(payload, metadata)
+                owner = self._state.trees[tree.root].tenant
+                shape = owner, payload, self._disk.slot_bytes(payload, metadata)
                 wants.setdefault(shape, []).append(page)
                 longest[shape] = max(metadata, longest.get(shape, 0))
         slots: dict[int, int] = {}
         for shape, pages in wants.items():
-            got = self._reserve_alike(shape[0], longest[shape], len(pages))
+            got = self._reserve_alike(*shape[:2], longest[shape], len(pages))
             slots.update(zip(pages, got, strict=False))
         return {page: slots[page] for page in group if page in slots}
 
-    def _reserve_alike(self, payload_bytes: int, metadata_bytes: int, count: int) -> list[int]:
+    def _reserve_alike(
+        self, owner: str, payload_bytes: int, metadata_bytes: int, count: int
+    ) -> list[int]:
         assert self._evictor is not None
         slot_bytes = self._disk.slot_bytes(payload_bytes, metadata_bytes)
+        with self._state.lock:
+            count = self._evictor.disk_room(owner, slot_bytes, count)
         slots = self._take(payload_bytes, metadata_bytes, count)
         while len(slots) < count:
             wanted = count - len(slots)
             with self._state.lock:
-                evicted = self._evictor.make_room_disk(payload_bytes, wanted)
+                evicted = self._evictor.make_room_disk(owner, payload_bytes, slot_bytes, wanted)
             more = self._take(payload_bytes, metadata_bytes, wanted)
             if not more:  # its kind has nothing to give: take a segment from another
                 with self._state.lock:
-                    evicted += self._evictor.empty_segment(slot_bytes)
+                    evicted += self._evictor.empty_segment(owner, slot_bytes)
                 more = self._take(payload_bytes, metadata_bytes, wanted)
             if not more and evicted == 0:
                 break
@@ -291,7 +301,7 @@ class DiskWriter:
         if done:
             pages = np.array(done, dtype=np.int32)
             slots = np.array([written[page] for page in done], dtype=np.int64)
-            state.index.set_tier(pages, DISK, slots)
+            state.enter_disk(pages, slots)
         state.counters.disk_pages_written += len(done)
         state.counters.disk_write_failures += len(group) - len(done)
         state.unwritten.difference_update(arrived)

@@ -1,15 +1,17 @@
-"""The JSON documents of listings: what `--json` prints and what the service answers."""
+"""The JSON documents that `--json` prints and the service answers, and the way back."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, asdict, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kvstore.inspection import Chain, NamespaceUsage, PageFacts
+    from kvstore.inspection import Chain, NamespaceUsage
+
+Record = TypeVar("Record")
 
 
 def listing(
@@ -23,15 +25,23 @@ def listing(
     }
 
 
-def chain_pages(chain: Chain, pages: Sequence[PageFacts], spec: str | None) -> dict[str, Any]:
-    """One chain page by page, and its namespace's spec."""
-    return {
-        "chain": chain.to_dict(),
-        "pages": [asdict(page) for page in pages],
-        "spec": json.loads(spec) if spec else None,
-    }
-
-
-def to_json(document: dict[str, Any]) -> str:
+def to_json(document: Mapping[str, Any]) -> str:
     """One line, keys in order."""
     return json.dumps(document, sort_keys=True)
+
+
+def record_of(kind: type[Record], document: Any) -> Record:
+    """The record whose asdict() this was; lists are its tuples.
+
+    What a newer server says besides is left out; ValueError where a field is missing.
+    """
+    if not isinstance(document, dict):
+        raise ValueError(f"{kind.__name__}: an object is needed")
+    given = {}
+    for each in fields(kind):  # type: ignore[arg-type] # a dataclass
+        if each.name in document:
+            value = document[each.name]
+            given[each.name] = tuple(value) if isinstance(value, list) else value
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{kind.__name__}: {each.name} is missing")
+    return kind(**given)

@@ -1,19 +1,23 @@
-"""What pages were stored and removed lately, in order, for whoever watches: one log a server.
+"""What pages were stored and removed lately, in order, for whoever watches: one log a store.
 
-It begins with the first watcher; until then nothing is recorded. It holds the last EVENTS_MAX
-events: a watcher that falls behind them is told so by an event "lost", and has to ask anew.
+It begins with the first watcher; until then nothing is recorded. Each tenant has a journal of its
+own, with its own numbers, so that neither gaps nor "lost" tell one about another. A journal holds
+its last EVENTS_MAX events: a watcher that falls behind them is told so by an event "lost", and has
+to ask anew. Numbers begin anew with each store, far from earlier ones, which therefore are "lost".
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.state import TIER_NAMES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 EVENTS_MAX = 16_384
 PAGES_MAX = 4096  # named in one event
 KEY_BYTES = 16
+POLL_S = 0.5
+MS_BITS = 16  # of a number below its milliseconds: more events a millisecond than any store has
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,28 @@ class PageEvent:
 
     sequence: int
     tenant: str
-    kind: str  # "stored", "removed", "lost"
-    medium: str  # "host", "disk"
+    # "stored", "removed"; "lost": what came after the number asked for is not known any more
+    kind: str
+    medium: str  # "host", "disk", "redis"
     keys: bytes  # 16 a page
+
+
+@dataclass(slots=True)
+class _Journal:
+    """The last events of one tenant, or of all of them."""
+
+    last: int
+    events: deque[PageEvent] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
+
+    def add(self, event: PageEvent) -> None:
+        self.last += 1
+        self.events.append(replace(event, sequence=self.last))
+
+    def after(self, sequence: int) -> list[PageEvent]:
+        oldest = self.events[0].sequence if self.events else self.last + 1
+        if not oldest - 1 <= sequence <= self.last:
+            return [PageEvent(self.last, "", "lost", "", b"")]
+        return [self.events[at] for at in range(sequence - (oldest - 1), len(self.events))]
 
 
 class EventLog:
@@ -41,31 +66,45 @@ class EventLog:
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._changed = threading.Condition()
-        self._events: deque[PageEvent] = deque(maxlen=EVENTS_MAX)
-        self._last = 0
+        self._first = int(state.wall_clock() * 1000) << MS_BITS
+        self._all = _Journal(self._first)
+        self._by_tenant: dict[str, _Journal] = {}
 
-    def begin(self) -> int:
-        """Record from now on; the number of the last event so far."""
+    def begin(self, tenant: str | None) -> int:
+        """Record from now on; the number of the last event so far. None: of all tenants."""
         with self._state.lock:
             self._state.index.observer = self._record
         with self._changed:
-            return self._last
+            return self._journal(tenant).last
 
-    def after(self, sequence: int, tenant: str, wait_s: float) -> tuple[int, list[PageEvent]]:
-        """A tenant's events after that number, and the number to go on from.
+    def after(
+        self, sequence: int, tenant: str | None, wait_s: float
+    ) -> tuple[int, list[PageEvent]]:
+        """A tenant's events after that number, and the number to go on from. None: of all tenants.
 
-        Waits up to `wait_s` seconds for the first. A number that is not in the log any more, or
+        Waits up to `wait_s` seconds for the first. A number that is not in the journal any more, or
         never was, gives one event "lost".
         """
         with self._changed:
-            if sequence == self._last:
+            journal = self._journal(tenant)
+            if sequence == journal.last:
                 self._changed.wait(wait_s)
-            oldest = self._events[0].sequence if self._events else self._last + 1
-            if not oldest - 1 <= sequence <= self._last:
-                return self._last, [PageEvent(self._last, tenant, "lost", "", b"")]
-            skip = sequence - (oldest - 1)
-            fresh = [self._events[at] for at in range(skip, len(self._events))]
-            return self._last, [event for event in fresh if event.tenant == tenant]
+            return journal.last, journal.after(sequence)
+
+    def follow(self, sequence: int, tenant: str | None) -> Iterator[PageEvent]:
+        """Events after that number, 0 for from now on, until the store is closed."""
+        last = self.begin(tenant)
+        return self._follow(sequence or last, tenant)
+
+    def _follow(self, position: int, tenant: str | None) -> Iterator[PageEvent]:
+        while not self._state.closed:
+            position, events = self.after(position, tenant, POLL_S)
+            yield from events
+
+    def _journal(self, tenant: str | None) -> _Journal:
+        if tenant is None:
+            return self._all
+        return self._by_tenant.setdefault(tenant, _Journal(self._first))
 
     def _record(self, pages: NDArray[np.int32], tier: int, is_stored: bool) -> None:
         """Called by the index, under the store's lock, with pages that are still in its table."""
@@ -79,6 +118,7 @@ class EventLog:
             for tenant, mine in by_tenant.items():
                 for start in range(0, len(mine), PAGES_MAX):
                     keys = state.index.table.key[mine[start : start + PAGES_MAX]].tobytes()
-                    self._last += 1
-                    self._events.append(PageEvent(self._last, tenant, kind, medium, keys))
+                    event = PageEvent(0, tenant, kind, medium, keys)
+                    self._all.add(event)
+                    self._journal(tenant).add(event)
             self._changed.notify_all()

@@ -1,22 +1,28 @@
-"""Makes room in a tier: asks the policy what is coldest, obeys the leaf rule, moves capacity.
+"""Makes room in a tier: asks whose turn it is to give, asks the policy what is coldest, obeys the
+leaf rule, moves capacity.
 
 The caller holds the lock. Slots of the arena are free on return; slots of the disk become free when
-`StoreState.free_unused_slots` has committed it.
+`StoreState.free_unused_slots` has committed it. Who gives is decided in shares.py: no page leaves
+for another tenant while its own is within its share.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.prefix_index.page_table import HELD
+from kvstore.quantity import format_bytes
+from kvstore.shares import Claims
 from kvstore.state import DISK, HOST
+from kvstore.tiers.arena_use import NOTHING
 from kvstore.tiers.segment import payload_class
 from kvstore.tiers.tier import SLOT_INDEX_BITS, aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
 # Evict a few more than are asked for: a sweep over all pages must not be paid for each one.
 BATCH_PART = 64
 BATCH_PAGES_MAX = 256
+FULL = "full"
+
+_log = logging.getLogger("kvstore.store")
 
 
 class Evictor:
@@ -37,55 +46,217 @@ class Evictor:
         self._state = state
         self._demote = demote
 
+    def take_host(self, tenant: str, payload_bytes: int, count: int) -> list[int]:
+        """Slots of the arena that are free now, as many as the tenant's quota allows."""
+        host = self._state.host
+        if host is None:
+            return []
+        most = self._state.tenancy.host.most(tenant)
+        if most is None:
+            return host.reserve(tenant, payload_bytes, count)
+        count = min(count, self._host_room(tenant) // aligned(payload_bytes))
+        if count <= 0:
+            return []
+        return host.reserve(tenant, payload_bytes, count, extent_bytes_max=most)
+
+    def why_no_host(self, tenant: str, payload_bytes: int) -> str:
+        """Why take_host and make_room_host found nothing: "full", or the quota, with numbers."""
+        most = self._state.tenancy.host.most(tenant)
+        if most is None or not self._is_at_host_max(tenant, aligned(payload_bytes)):
+            return FULL
+        had = most - self._host_room(tenant)
+        return (
+            f"quota: {format_bytes(had)} of host_bytes_max = {format_bytes(most)} are in use and "
+            f"none can leave; a page takes {format_bytes(aligned(payload_bytes))}"
+        )
+
     def make_room_host(self, tenant: str, payload_bytes: int, count: int) -> int:
         """Free up to `count` slots of the arena; how many pages left it.
 
         None leave while memory is still being populated: there will be room without that.
         """
         host = self._state.host
-        if host is None or not host.wait_populated(0.0):
+        if host is None:
             return 0
+        self._state.drop_idle_remote(0.0)  # a page stays as long as another is known below it
         slot_bytes = aligned(payload_bytes)
-        roots = [
-            root
-            for root, info in self._state.trees.items()
-            if info.tenant == tenant and aligned(info.page_bytes) == slot_bytes
-        ]
-        evicted = self._evict_coldest(HOST, roots, count)
-        if evicted == 0:
-            others = [
+        at_most = self._is_at_host_max(tenant, slot_bytes)
+        if not at_most and not host.wait_populated(0.0):
+            return 0
+        claims = self._host_claims()
+        # Half an extent: the arena's last one may be smaller than the others, by less than half.
+        donors = [] if at_most else claims.donors(tenant, host.extent_bytes // 2)
+        evicted = self._take_extent(donors, claims)
+        if not evicted and donors and self._ask_back(donors):
+            evicted = self._take_extent(donors, claims)
+        if not evicted:
+            mine = self._roots(tenant, lambda size: aligned(size) == slot_bytes)
+            evicted = self._evict_coldest(HOST, mine, count)
+        if not evicted:
+            other_sizes = [
                 item
                 for item in host.containers()
-                if (item.tenant, item.slot_bytes) != (tenant, slot_bytes)
+                if item.tenant == tenant and item.slot_bytes != slot_bytes
             ]
-            evicted = self._empty_one(HOST, others)
+            evicted = self._empty_one(HOST, other_sizes)
+        if not evicted and not at_most:
+            evicted = self._take_extent(claims.richer(tenant), claims)
         self._state.counters.host_evictions += evicted
         return evicted
 
-    def make_room_disk(self, payload_bytes: int, count: int) -> int:
-        """Take up to `count` pages of that size off the disk; how many pages left it."""
-        roots = [
-            root
-            for root, info in self._state.trees.items()
-            if payload_class(info.page_bytes) == payload_class(payload_bytes)
-        ]
-        evicted = self._evict_coldest(DISK, roots, count)
-        self._state.counters.disk_evictions += evicted
-        return evicted
+    def disk_room(self, tenant: str, slot_bytes: int, count: int) -> int:
+        """How many more pages of this size the tenant's quota allows on disk, having taken its own
+        coldest off if need be."""
+        most = self._state.tenancy.disk.most(tenant)
+        if most is None:
+            return count
+        room = (most - self._state.disk_use.get(tenant, 0)) // slot_bytes
+        if room < count:
+            mine = self._roots(tenant)
+            self._count_disk(self._evict_coldest(DISK, mine, count - max(0, room), exactly=True))
+            room = (most - self._state.disk_use.get(tenant, 0)) // slot_bytes
+        return max(0, min(room, count))
 
-    def empty_segment(self, slot_bytes: int) -> int:
-        """Take all pages off one segment of other slots, so that it can be remade."""
+    def make_room_disk(self, tenant: str, payload_bytes: int, slot_bytes: int, count: int) -> int:
+        """Take up to `count` pages of that size off the disk; how many pages left it."""
+        self._state.drop_idle_remote(0.0)
+        claims, kind = self._disk_claims(), payload_class(payload_bytes)
+        within = min(count, -claims.over(tenant) // slot_bytes)
+        donors = claims.donors(tenant, slot_bytes)
+        evicted = self._take_pages(donors, claims, kind, slot_bytes, within)
+        if not evicted and donors and self._ask_back(donors):
+            evicted = self._take_pages(donors, claims, kind, slot_bytes, within)
+        if not evicted:
+            mine = self._roots(tenant, lambda size: payload_class(size) == kind)
+            evicted = self._evict_coldest(DISK, mine, count)
+        if not evicted:
+            evicted = self._take_pages(claims.richer(tenant), claims, kind, slot_bytes, count)
+        return self._count_disk(evicted)
+
+    def empty_segment(self, tenant: str, slot_bytes: int) -> int:
+        """Take all pages off one segment of other slots, so that it can be remade.
+
+        Its pages are the asker's own, or borrowed by tenants who stay above their shares.
+        """
         disk = self._state.disk
         if disk is None:
             return 0
+        claims = self._disk_claims()
+        givers = claims.donors(tenant, slot_bytes) or claims.richer(tenant)
+
+        def may_go(pages: NDArray[np.int32]) -> bool:
+            slots = self._state.index.table.slot[DISK][pages]
+            lost = self._state.disk_bytes_by_tenant(pages, slots)
+            return all(
+                owner == tenant or (owner in givers and size <= claims.over(owner))
+                for owner, size in lost.items()
+            )
+
         others = [item for item in disk.containers() if item.slot_bytes != slot_bytes]
-        evicted = self._empty_one(DISK, others)
+        return self._count_disk(self._empty_one(DISK, others, may_go))
+
+    # Who has what
+
+    def _host_room(self, tenant: str) -> int:
+        """Bytes until the tenant has its most."""
+        state = self._state
+        assert state.host is not None
+        most = state.tenancy.host.most(tenant)
+        assert most is not None
+        used = state.host.tenant_use().get(tenant, NOTHING).used_bytes
+        return most - used - state.staging_use(tenant)
+
+    def _is_at_host_max(self, tenant: str, slot_bytes: int) -> bool:
+        state = self._state
+        most = state.tenancy.host.most(tenant)
+        if most is None or state.host is None:
+            return False
+        has = state.host.tenant_use().get(tenant, NOTHING)
+        return self._host_room(tenant) < slot_bytes or has.extent_bytes >= most
+
+    def _host_claims(self) -> Claims:
+        host = self._state.host
+        assert host is not None
+        use = {tenant: each.extent_bytes for tenant, each in host.tenant_use().items()}
+        return Claims(self._state.tenancy.host.in_units(host.extent_bytes), use)
+
+    def _disk_claims(self) -> Claims:
+        """Shares of what segments have: the catalog and its like take some of the capacity."""
+        state = self._state
+        assert state.disk is not None
+        there = sum(item.slots * item.slot_bytes for item in state.disk.containers())
+        use = {tenant: size for tenant, size in state.disk_use.items() if size}
+        return Claims(state.tenancy.disk.of_what_is_left(there), use)
+
+    def _roots(self, tenant: str, fits: Callable[[int], bool] = lambda size: True) -> list[bytes]:
+        """Trees of a tenant whose page size fits."""
+        trees = self._state.trees.items()
+        return [root for root, info in trees if info.tenant == tenant and fits(info.page_bytes)]
+
+    # Taking from others
+
+    def _take_extent(self, donors: Iterable[str], claims: Claims) -> int:
+        """Empty one extent of the first tenant that can give one and keep what it is guaranteed."""
+        host = self._state.host
+        assert host is not None
+        containers = host.containers()
+        for donor in donors:
+            size = host.extent_bytes
+            fits = [
+                item
+                for item in containers
+                if item.tenant == donor
+                and claims.over(donor) >= min(size, item.slots * item.slot_bytes)
+            ]
+            evicted = self._empty_one(HOST, fits)
+            if evicted:
+                return evicted
+        return 0
+
+    def _take_pages(
+        self, donors: Iterable[str], claims: Claims, kind: int, slot_bytes: int, count: int
+    ) -> int:
+        """Take pages of one size off the disk, from each tenant no more than it has borrowed."""
+        evicted = 0
+        for donor in donors:
+            wanted = min(count - evicted, claims.over(donor) // slot_bytes)
+            if wanted <= 0:
+                continue
+            theirs = self._roots(donor, lambda size: payload_class(size) == kind)
+            evicted += self._evict_coldest(DISK, theirs, wanted, exactly=True)
+        return evicted
+
+    def _ask_back(self, donors: list[str]) -> bool:
+        """Pins do not hold what is borrowed; leases there are asked back. Whether a pin ended."""
+        state = self._state
+        state.wanted_back.update(donors)
+        broken = [
+            page
+            for page in state.index.pins
+            if state.trees[state.index.root_of(page)].tenant in donors
+        ]
+        for page in broken:
+            state.index.unpin(page)
+        if broken:
+            state.counters.pins_broken += len(broken)
+            _log.warning(
+                "%d pins ended: their tenants are above their shares, and another needs its own",
+                len(broken),
+            )
+        return bool(broken)
+
+    # Taking pages out
+
+    def _count_disk(self, evicted: int) -> int:
         self._state.counters.disk_evictions += evicted
         return evicted
 
-    def _evict_coldest(self, tier: int, roots: list[bytes], count: int) -> int:
+    def _evict_coldest(
+        self, tier: int, roots: list[bytes], count: int, *, exactly: bool = False
+    ) -> int:
         state = self._state
-        wanted = max(count, min(len(state.index) // BATCH_PART, BATCH_PAGES_MAX))
+        some_more = 0 if exactly else min(len(state.index) // BATCH_PART, BATCH_PAGES_MAX)
+        wanted = max(count, some_more)
         victims = self._coldest(tier, roots, wanted)
         if tier == HOST and state.unwritten:
             waiting = victims[np.isin(victims, list(state.unwritten))]
@@ -119,26 +290,39 @@ class Evictor:
         state.remove_pages(goes)
         state.changed.notify_all()
 
-    def _empty_one(self, tier: int, containers: list[Container]) -> int:
-        """Empty the container of another size or tenant that costs least: it can be remade."""
+    def _empty_one(
+        self,
+        tier: int,
+        containers: list[Container],
+        may_go: Callable[[NDArray[np.int32]], bool] = lambda pages: True,
+    ) -> int:
+        """Empty the container whose warmest page is the coldest: it can be remade."""
         state, table = self._state, self._state.index.table
+        if not containers:
+            return 0
         live = table.live()
         resident = live[state.in_tier(live, tier)]
         homes = table.slot[tier][resident] >> SLOT_INDEX_BITS
-        best: NDArray[np.int32] | None = None
-        for container in containers:
+        scores = state.policy.scores(table.last_use)[resident]
+        ids, places = np.unique(homes, return_inverse=True)
+        warmest = np.full(len(ids), -np.inf)
+        np.maximum.at(warmest, places, scores)
+        ranked = dict(zip(ids.tolist(), warmest.tolist(), strict=True))
+        for container in sorted(
+            (item for item in containers if item.container_id in ranked),
+            key=lambda item: (ranked[item.container_id], item.used_slots),
+        ):
             inside = resident[homes == container.container_id]
-            pages = self._with_descendants(tier, inside)
-            if pages is None or (best is not None and len(pages) >= len(best)):
+            if len(inside) != container.used_slots:  # something is being written or read there
                 continue
-            if len(inside) == container.used_slots:
-                best = pages
-        if best is None:
-            return 0
-        order = best[np.argsort(-table.depth[best], kind="stable")]
-        victims = state.index.victims(tier, order, state.clock())
-        self._leave(tier, victims)
-        return len(victims)
+            pages = self._with_descendants(tier, inside)
+            if pages is None or not may_go(pages):
+                continue
+            order = pages[np.argsort(-table.depth[pages], kind="stable")]
+            victims = state.index.victims(tier, order, state.clock())
+            self._leave(tier, victims)
+            return len(victims)
+        return 0
 
     def _with_descendants(self, tier: int, pages: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """Pages and all below them in this tier; None when one of them is leased or pinned."""

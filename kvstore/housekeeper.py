@@ -1,4 +1,4 @@
-"""What must happen now and then: pins end, old pages leave, accounts are compared, LMDB is tidied.
+"""What must happen now and then: pins end, old pages leave, accounts are set right, LMDB is tidied.
 
 A thread that wakes once a second; nothing it does takes longer than a look-up may wait.
 """
@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import removal
+from kvstore.redis_share import IDLE_S
 from kvstore.removal import Selection
-from kvstore.state import DISK, HOST
+from kvstore.state import DISK, HOST, LOCAL_BITS, NO_PAGE, REDIS
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvstore.disk_writer import DiskWriter
     from kvstore.state import StoreState
 
@@ -31,6 +34,7 @@ class Housekeeper:
     def __init__(self, state: StoreState, writer: DiskWriter | None) -> None:
         self._state = state
         self._writer = writer
+        self._suspects: dict[int, set[tuple[int, int]]] = {HOST: set(), DISK: set()}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-housekeeper", daemon=True)
         self._thread.start()
@@ -43,11 +47,13 @@ class Housekeeper:
                 return
             state.index.expire_pins(state.clock())
             state.retry_condemned()
+            state.drop_idle_remote(IDLE_S)
         max_age_s = state.config.max_age_s
         if max_age_s is not None and state.warm:
             removal.evict(state, self._writer, Selection(older_than_s=max_age_s), dry_run=False)
         if number % ACCOUNTS_EVERY_TICKS == 0 and state.warm:
             self.check_accounting()
+            self.recover_slots()
             with state.lock:
                 state.forget_empty_trees()
             if state.disk is not None:
@@ -63,9 +69,11 @@ class Housekeeper:
         with state.lock:
             table = state.index.table
             pages = table.live()
-            for tier, medium in ((HOST, state.host), (DISK, state.disk)):
+            for tier, medium in ((HOST, state.host), (DISK, state.disk), (REDIS, state.redis)):
                 if medium is None:
                     continue
+                if tier == DISK:
+                    self._check_disk_use(pages)
                 resident = pages[state.in_tier(pages, tier)]
                 slots = table.slot[tier][resident]
                 if len(np.unique(slots)) != len(slots):
@@ -74,6 +82,60 @@ class Housekeeper:
                     raise AssertionError(
                         f"tier {tier}: {len(slots)} pages, {medium.usage().used_slots} slots used"
                     )
+            remote = pages[state.in_tier(pages, REDIS)]
+            if np.any(table.state[remote] & LOCAL_BITS):
+                raise AssertionError("a page of Redis is in a tier of this store too")
+            parents = table.parent[pages[~state.in_tier(pages, REDIS)]]
+            if np.any(state.in_tier(parents[parents != NO_PAGE], REDIS)):
+                raise AssertionError("a page of this store hangs below one that only Redis has")
+
+    def recover_slots(self) -> int:
+        """Give back published slots that no page has, and had none the last time either; how many.
+
+        Slots that are reserved have owners of their own. Looks at the disk only while nothing is
+        on its way there: until the index is told, what was written belongs to the writer.
+        """
+        state, recovered = self._state, 0
+        with state.freeing, state.lock:
+            pages = state.index.table.live()
+            for tier, medium in ((HOST, state.host), (DISK, state.disk)):
+                is_busy = tier == DISK and self._writer is not None and self._writer.is_busy
+                if medium is None or is_busy or state.closed:
+                    continue
+                owned = state.index.table.slot[tier][pages[state.in_tier(pages, tier)]]
+                leaving = [*state.unused_slots, *state.wiped_slots] if tier == DISK else []
+                owned = np.append(owned.astype(np.int64), np.array(leaving, np.int64))
+                loose = medium.published_slots()
+                loose = loose[:0] if len(loose) == len(owned) else np.setdiff1d(loose, owned)
+                marks = set(zip(loose.tolist(), self._marks(tier, loose), strict=True))
+                lost = sorted(slot for slot, _ in marks & self._suspects[tier])
+                self._suspects[tier] = marks
+                if tier == DISK:
+                    state.unused_slots.extend(lost)
+                elif lost and state.host is not None:
+                    state.host.free_many(lost)
+                recovered += len(lost)
+            state.counters.slots_recovered += recovered
+        if recovered:
+            _log.error("%d slots were in use and of no page: given back", recovered)
+            state.free_unused_slots()
+        return recovered
+
+    def _marks(self, tier: int, slots: NDArray[np.int64]) -> list[int]:
+        """What changes when a slot of the arena is used again."""
+        host = self._state.host
+        if tier == DISK or host is None:
+            return [0] * len(slots)
+        marks: list[int] = host.generations(slots).tolist()
+        return marks
+
+    def _check_disk_use(self, pages: NDArray[np.int32]) -> None:
+        state = self._state
+        resident = pages[state.in_tier(pages, DISK)]
+        counted = state.disk_bytes_by_tenant(resident, state.index.table.slot[DISK][resident])
+        noted = {tenant: size for tenant, size in state.disk_use.items() if size}
+        if counted != noted:
+            raise AssertionError(f"tenants have {counted} bytes on disk, counted: {noted}")
 
     def stop(self, deadline: float) -> None:
         """End the thread."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_TENANT = "default"
+# Whose pages all tenants may read. It exists where an operator put it in the tenant file.
+PUBLIC_TENANT = "public"
 
 
 class Role(StrEnum):
@@ -23,10 +25,11 @@ class Role(StrEnum):
     WRITER = "writer"
     ADMIN = "admin"
     METRICS = "metrics"
+    PUBLISHER = "publisher"  # a writer of the public tenant
 
 
-_READING = frozenset({Role.READER, Role.WRITER, Role.ADMIN})
-_WRITING = frozenset({Role.WRITER, Role.ADMIN})
+_WRITING = frozenset({Role.WRITER, Role.PUBLISHER, Role.ADMIN})
+_READING = _WRITING | {Role.READER}
 _OPERATING = frozenset({Role.ADMIN})
 _WATCHING = frozenset({Role.METRICS, Role.ADMIN})
 
@@ -62,6 +65,15 @@ class Identity:
     tenant: str
     role: Role
     name: str = ""
+
+
+def misplaced(tenant: str, role: Role) -> str:
+    """Why a tenant can have no credential of this role; "" when it can."""
+    if tenant == PUBLIC_TENANT and role in (Role.READER, Role.WRITER):
+        return f"tenant {PUBLIC_TENANT} is written by the role {Role.PUBLISHER}, and read by all"
+    if tenant != PUBLIC_TENANT and role is Role.PUBLISHER:
+        return f"the role {Role.PUBLISHER} is for the tenant {PUBLIC_TENANT} only"
+    return ""
 
 
 class NotAuthenticated(Exception):

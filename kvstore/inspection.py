@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.prefix_index.page_key import TOKEN_BYTES
-from kvstore.state import DISK, HOST, NO_PAGE
+from kvstore.state import DISK, HOST, NO_PAGE, TIER_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 SORTS = ("size", "age", "idle", "hits")
+FOUND_MAX = 20  # chains that one beginning of an id may name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,18 @@ class PageFacts:
     leased: bool
     pinned: bool
     extras_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChain:
+    """The chain that ends in one page, page by page, and the spec of its namespace."""
+
+    chain: Chain
+    pages: tuple[PageFacts, ...]
+    spec: dict[str, Any] | None  # None: this store has not met it since it has the pages
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,39 +169,50 @@ def chains(
 
 
 def find_chain(state: StoreState, chain_id: str) -> list[int]:
-    """Pages whose key begins with `chain_id` (hex), at most 20."""
-    wanted = chain_id.lower()
+    """Pages whose key begins with `chain_id` (hex), at most FOUND_MAX."""
+    whole = np.frombuffer(bytes.fromhex(chain_id[: len(chain_id) // 2 * 2]), np.uint8)
     with state.lock:
         state.require_open()
         live = state.index.table.live()
-        keys = state.index.table.key
-        return [page for page in live.tolist() if keys[page].tobytes().hex().startswith(wanted)][
-            :20
-        ]
+        keys = np.ascontiguousarray(state.index.table.key[live]).view(np.uint8)
+        keys = keys.reshape(len(live), -1)
+        fits = (keys[:, : len(whole)] == whole).all(axis=1)
+        if len(chain_id) % 2:
+            fits &= keys[:, len(whole)] >> 4 == int(chain_id[-1], 16)
+        found: list[int] = live[fits][:FOUND_MAX].tolist()
+        return found
 
 
-def page_facts(state: StoreState, page: int) -> list[PageFacts]:
-    """The chain that ends in `page`, page by page."""
+def found_chains(
+    state: StoreState, chain_id: str, specs: Mapping[bytes, str], models: dict[bytes, str]
+) -> list[FoundChain]:
+    """The chains that end in pages whose key begins with `chain_id`. `specs`: JSON by namespace."""
+    found = []
     with state.lock:
-        state.require_open()
-        return [_facts(state, item) for item in state.index.chain(page).tolist()]
+        for page in find_chain(state, chain_id):
+            info = state.trees[state.index.root_of(page)]
+            spec = specs.get(info.namespace)
+            found.append(
+                FoundChain(
+                    chain=_chain(state, models, page, info),
+                    pages=tuple(_facts(state, each) for each in state.index.chain(page).tolist()),
+                    spec=json.loads(spec) if spec else None,
+                )
+            )
+    return found
 
 
-def chain_of(state: StoreState, models: dict[bytes, str], page: int) -> Chain:
-    """The chain that ends in `page`, in one record."""
-    with state.lock:
-        return _chain(state, models, page, state.trees[state.index.root_of(page)])
-
-
-def explain(state: StoreState, root: bytes, tokens: bytes) -> Explanation:
+def explain(
+    state: StoreState, root: bytes, tokens: bytes, extras: dict[int, bytes] | None = None
+) -> Explanation:
     """Longest stored chain of a prompt in one tree, and where the closest chain differs."""
     with state.lock:
         state.require_open()
         page_tokens = state.trees[root].page_tokens
-        found = state.index.match(root, tokens, None)
+        found = state.index.match(root, tokens, extras)
         in_host = int(np.count_nonzero(state.in_tier(found, HOST)))
         position, stored = _first_difference(state, root, tokens, found)
-        others = _longer_elsewhere(state, root, tokens, len(found) * page_tokens)
+        others = _longer_elsewhere(state, root, tokens, extras, len(found) * page_tokens)
         count = len(tokens) // TOKEN_BYTES
         return Explanation(
             prompt_tokens=count,
@@ -195,7 +220,9 @@ def explain(state: StoreState, root: bytes, tokens: bytes) -> Explanation:
             matched_pages=len(found),
             matched_tokens=len(found) * page_tokens,
             host_pages=in_host,
-            disk_pages=len(found) - in_host,
+            disk_pages=int(
+                np.count_nonzero(~state.in_tier(found, HOST) & state.in_tier(found, DISK))
+            ),
             verdict=_verdict(count, page_tokens, len(found), position),
             differs_at=position,
             prompt_token=_token(tokens, position) if position is not None else None,
@@ -241,14 +268,16 @@ def _first_difference(
     return len(found) * page_bytes // TOKEN_BYTES + best, stored
 
 
-def _longer_elsewhere(state: StoreState, root: bytes, tokens: bytes, here: int) -> list[str]:
+def _longer_elsewhere(
+    state: StoreState, root: bytes, tokens: bytes, extras: dict[int, bytes] | None, here: int
+) -> list[str]:
     """Namespaces of the same tenant in which this prompt has a longer chain."""
     tenant = state.trees[root].tenant
     longer = set()
     for other, info in state.trees.items():
         if other == root or info.tenant != tenant:
             continue
-        if len(state.index.match(other, tokens, None)) * info.page_tokens > here:
+        if len(state.index.match(other, tokens, extras)) * info.page_tokens > here:
             longer.add(info.namespace.hex())
     return sorted(longer)
 
@@ -288,7 +317,9 @@ def _facts(state: StoreState, page: int) -> PageFacts:
     return PageFacts(
         page_index=int(table.depth[page]),
         key=table.key[page].tobytes().hex(),
-        tiers=tuple(name for name, there in (("host", in_host), ("disk", in_disk)) if there),
+        tiers=tuple(
+            name for tier, name in enumerate(TIER_NAMES) if (table.state[page] >> tier) & 1
+        ),
         host_slot=int(table.slot[HOST][page]) if in_host else None,
         disk_slot=int(table.slot[DISK][page]) if in_disk else None,
         payload_bytes=int(table.payload_bytes[page]),

@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Iterator
     from typing import Any, Self
 
+    from kvstore.event_log import PageEvent
+    from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage
+    from kvstore.removal import Eviction, Selection
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Commit
     from kvstore.spec import CacheSpec
+    from kvstore.store_stats import Stats
 
 
 class MatchLike(Protocol):
@@ -50,12 +54,7 @@ class MatchLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class ReservationLike(Protocol):
@@ -82,12 +81,7 @@ class ReservationLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class SessionLike(Protocol):
@@ -119,12 +113,49 @@ class SessionLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class OperatorLike(Protocol):
+    """A store as an operator sees it: Store, or a connection to a server. All calls may raise."""
+
+    def namespaces(self) -> list[NamespaceUsage]:
+        """Every (namespace, tenant, salt) that has pages, the largest first."""
+
+    def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[Chain], int]:
+        """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
+
+    def find_chain(self, chain_id: str) -> list[FoundChain]:
+        """Chains that end in a page whose key begins with these hex digits, page by page."""
+
+    def explain(
         self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+        tokens: Tokens,
+        *,
+        namespace: bytes,
+        tenant: str = "default",
+        extras: Extras | None = None,
+    ) -> Explanation:
+        """Why this prompt hits or misses among a tenant's pages of one namespace."""
+
+    def evict(
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        include_pinned: bool = False,
+        erase_key: bool = False,
+    ) -> Eviction:
+        """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
+
+    def stats(self) -> Stats:
+        """Bytes, pages and counters now."""
+
+    def flush(self, deadline_s: float = 10.0) -> bool:
+        """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
+
+    def watch(self, after_sequence: int = 0) -> Iterator[PageEvent]:
+        """What comes into a tier and leaves it from this call on, or after an event's number."""
 
 
 class StoreLike(Protocol):
@@ -143,9 +174,4 @@ class StoreLike(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...

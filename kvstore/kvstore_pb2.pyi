@@ -142,16 +142,18 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras", "deadline_s")
+    __slots__ = ("session", "tokens", "extras", "deadline_s", "after_match")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
     deadline_s: float
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    after_match: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., deadline_s: _Optional[float] = ..., after_match: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "start", "count", "reason", "staging_offsets")
@@ -216,16 +218,18 @@ class FlushReply(_message.Message):
     def __init__(self, done: bool = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras", "ttl_s")
+    __slots__ = ("session", "tokens", "extras", "ttl_s", "after_match")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
     ttl_s: float
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    after_match: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., ttl_s: _Optional[float] = ..., after_match: _Optional[int] = ...) -> None: ...
 
 class PinReply(_message.Message):
     __slots__ = ("pages",)
@@ -234,14 +238,16 @@ class PinReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras")
+    __slots__ = ("session", "tokens", "extras", "after_match")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
+    after_match: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., after_match: _Optional[int] = ...) -> None: ...
 
 class UnpinReply(_message.Message):
     __slots__ = ("pages",)
@@ -250,7 +256,7 @@ class UnpinReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned")
+    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras", "erase_key")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +267,8 @@ class EvictRequest(_message.Message):
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_PINNED_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    ERASE_KEY_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     namespace_prefix: bytes
     tokens: bytes
@@ -271,23 +279,27 @@ class EvictRequest(_message.Message):
     everything: bool
     dry_run: bool
     include_pinned: bool
-    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ...) -> None: ...
+    extras: Extras
+    erase_key: bool
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., erase_key: bool = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run")
+    __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run", "redis_pages")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     KEPT_LEASED_FIELD_NUMBER: _ClassVar[int]
     KEPT_PINNED_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    REDIS_PAGES_FIELD_NUMBER: _ClassVar[int]
     chains: int
     pages: int
     payload_bytes: int
     kept_leased: int
     kept_pinned: int
     dry_run: bool
-    def __init__(self, chains: _Optional[int] = ..., pages: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., kept_leased: _Optional[int] = ..., kept_pinned: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+    redis_pages: int
+    def __init__(self, chains: _Optional[int] = ..., pages: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., kept_leased: _Optional[int] = ..., kept_pinned: _Optional[int] = ..., dry_run: bool = ..., redis_pages: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ("limit", "sort")
@@ -298,20 +310,24 @@ class ListRequest(_message.Message):
     def __init__(self, limit: _Optional[int] = ..., sort: _Optional[str] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("chain",)
+    __slots__ = ("chain", "several")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     chain: str
-    def __init__(self, chain: _Optional[str] = ...) -> None: ...
+    several: bool
+    def __init__(self, chain: _Optional[str] = ..., several: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("tokens", "namespace_prefix", "tenant")
+    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     namespace_prefix: bytes
     tenant: str
-    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
+    extras: Extras
+    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -330,16 +346,18 @@ class WatchRequest(_message.Message):
     def __init__(self, after_sequence: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("sequence", "kind", "medium", "keys")
+    __slots__ = ("sequence", "kind", "medium", "keys", "tenant")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     kind: str
     medium: str
     keys: bytes
-    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[str] = ..., medium: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[str] = ..., medium: _Optional[str] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ReadPagesHeader(_message.Message):
     __slots__ = ("session", "match", "start", "stop")

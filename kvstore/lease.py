@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.prefix_index.page_table import rows_of
 from kvstore.request import checked_deadline
-from kvstore.state import DISK, HOST, TIER_NAMES
+from kvstore.state import HOST, REDIS, TIER_NAMES
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import NDArray
 
     from kvstore.session import Session
@@ -48,10 +47,11 @@ class Match:
 
     @property
     def tiers(self) -> list[str]:
-        """The fastest tier of each page now: "host" or "disk"."""
+        """The fastest tier of each page now: "host", "disk" or "redis"."""
         with self._state.lock:
-            here = self._state.in_tier(self._page_ids, HOST)
-        return [TIER_NAMES[HOST if there else DISK] for there in here.tolist()]
+            bits = self._state.index.table.state[self._page_ids]
+        # The lowest bit that is set is the fastest tier's.
+        return [TIER_NAMES[(each & -each).bit_length() - 1] for each in bits.tolist()]
 
     @property
     def host_pages(self) -> int:
@@ -63,8 +63,10 @@ class Match:
         """Each page's slot in the arena now, -1 for those that have none."""
         with self._state.lock:
             pages = self._page_ids
-            slots = self._state.index.table.slot[HOST][pages].astype(np.int64)
-            slots[~self._state.in_tier(pages, HOST)] = -1
+            slots = self._state.index.table.slot[HOST][rows_of(pages)].astype(np.int64)
+            here = self._state.in_tier(pages, HOST)
+            if not here.all():
+                slots[~here] = -1
             slots[len(self._state.cut_condemned(pages)) :] = -1
         return slots
 
@@ -85,8 +87,8 @@ class Match:
                 return 0
             wanted = self._page_ids[:pages]
             missing = wanted[~state.in_tier(wanted, HOST)]
-        if len(missing) and self._session.stager is not None:
-            self._session.stager.stage(missing.tolist(), deadline)
+            remote = state.in_tier(missing, REDIS)
+        self._fetch(missing[~remote].tolist(), missing[remote].tolist(), deadline)
         with state.lock:
             return self._count_host()
 
@@ -146,13 +148,17 @@ class Match:
     def __enter__(self) -> Match:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
+
+    def _fetch(self, on_disk: list[int], in_redis: list[int], deadline: float) -> None:
+        """Wait for pages from both sources at once."""
+        disk, share = self._session.stager, self._session.share
+        coming = share.stager.begin(in_redis) if share is not None and in_redis else []
+        if disk is not None and on_disk:
+            disk.wait(disk.begin(on_disk), deadline)
+        if share is not None and coming:
+            share.stager.wait(coming, deadline)
 
     def _count_host(self) -> int:
         pages = self._state.cut_condemned(self._page_ids)

@@ -12,6 +12,7 @@ from kvstore.remembered import replace_file
 from kvstore.spec import CacheSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 FOLDER = "namespaces"
@@ -42,6 +43,10 @@ class SpecFolder:
     def json_of(self, namespace: bytes) -> str | None:
         """Canonical JSON of a spec, if it was met."""
         return self._texts.get(namespace)
+
+    def texts(self) -> Mapping[bytes, str]:
+        """Canonical JSON of every spec by namespace."""
+        return self._texts
 
     def models(self) -> dict[bytes, str]:
         """The model's name of every namespace."""

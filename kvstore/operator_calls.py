@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import cli_prompt, documents
 from kvstore.errors import InvalidRequest
-from kvstore.identity import DEFAULT_TENANT
+from kvstore.identity import DEFAULT_TENANT, Role
+from kvstore.inspection import SORTS
 from kvstore.kvstore_pb2 import Document, EvictReply
 from kvstore.removal import Selection
+from kvstore.servicer import extras_of
+from kvstore.store_stats import Stats
+from kvstore.wire import CHAINS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore import kvstore_pb2 as messages
     from kvstore.rpc_guard import Call
+    from kvstore.session_registry import SessionRegistry
     from kvstore.store import Store
+    from kvstore.tenant_usage import TenantUsage
 
-CHAINS_MAX = 10_000
 CHAINS_DEFAULT = 50
-SORTS = ("size", "age", "idle", "hits")
 
 
 class OperatorCalls:
     """Functions by method name, for Guard.handlers()."""
 
-    def __init__(self, store: Store, service_stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        registry: SessionRegistry,
+        service_stats: Callable[[], dict[str, Any]],
+    ) -> None:
         self._store = store
+        self._registry = registry
         self._service_stats = service_stats
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -43,59 +52,87 @@ class OperatorCalls:
 
     def evict(self, request: messages.EvictRequest, call: Call) -> EvictReply:
         """Remove what the request selects, with all below it."""
-        root = None
         tenant = request.tenant or None
         namespace = request.namespace_prefix or None
         if request.has_prefix:
-            owner = tenant or DEFAULT_TENANT
-            space = cli_prompt.choose_namespace(
-                self._store, namespace.hex() if namespace else None, owner
-            )
-            root = self._store.root(space, owner)
+            tenant = tenant or DEFAULT_TENANT
+            digits = namespace.hex() if namespace else None
+            namespace = cli_prompt.choose_namespace(self._store, digits, tenant)
         selection = Selection(
             tenant=tenant,
             namespace=namespace,
             prefix=request.tokens if request.has_prefix else None,
-            root=root,
+            extras=extras_of(request.extras),
             writer=request.writer or None,
             unused_for_s=request.unused_for_s if request.HasField("unused_for_s") else None,
             older_than_s=request.older_than_s if request.HasField("older_than_s") else None,
             everything=request.everything,
         )
         done = self._store.evict(
-            selection, dry_run=request.dry_run, include_pinned=request.include_pinned
+            selection,
+            dry_run=request.dry_run,
+            include_pinned=request.include_pinned,
+            erase_key=request.erase_key,
         )
         return EvictReply(**asdict(done))
 
     def list(self, request: messages.ListRequest, call: Call) -> Document:
         """Namespaces and chains."""
         sort = request.sort or SORTS[0]
-        if sort not in SORTS or request.limit > CHAINS_MAX:
-            raise InvalidRequest(f"sort: one of {', '.join(SORTS)}; limit: at most {CHAINS_MAX}")
+        if request.limit > CHAINS_MAX:
+            raise InvalidRequest(f"limit: {request.limit} chains; at most {CHAINS_MAX} are listed")
         chains, total = self._store.chains(limit=request.limit or CHAINS_DEFAULT, sort=sort)
         return _document(documents.listing(self._store.namespaces(), chains, total))
 
     def inspect(self, request: messages.InspectRequest, call: Call) -> Document:
         """One chain, page by page."""
-        if not re.fullmatch(r"[0-9a-f]{1,32}", request.chain):
-            raise InvalidRequest("chain: 1 to 32 hex digits that begin its id")
         found = self._store.find_chain(request.chain)
+        if request.several:
+            return _document({"found": [each.to_dict() for each in found]})
         if len(found) != 1:
             raise InvalidRequest(f"{len(found)} pages' ids begin with {request.chain}")
-        spec = self._store.spec_json(bytes.fromhex(found[0][0].namespace))
-        return _document(documents.chain_pages(*found[0], spec))
+        return _document(found[0].to_dict())
 
     def explain(self, request: messages.ExplainRequest, call: Call) -> Document:
         """Why a prompt hits or misses."""
         tenant = request.tenant or call.identity.tenant
         digits = request.namespace_prefix.hex() or None
         space = cli_prompt.choose_namespace(self._store, digits, tenant)
-        found = self._store.explain(self._store.root(space, tenant), request.tokens)
+        found = self._store.explain(
+            request.tokens, namespace=space, tenant=tenant, extras=extras_of(request.extras)
+        )
         return _document(found.to_dict())
 
     def stats(self, request: messages.StatsRequest, call: Call) -> Document:
-        """What is in the store, what happened since the start, and who is connected."""
-        return _document(self._store.stats().to_dict() | {"service": self._service_stats()})
+        """What is in the store, what happened since the start, and who is connected.
+
+        To others than operators: what their own tenant has, and no number of anybody else.
+        """
+        if call.identity.role is not Role.ADMIN:
+            return _document(self._own_stats(call.identity.tenant).to_dict())
+        tenants = [self._tenant(each) for each in self._store.tenant_usages()]
+        found = replace(self._store.stats(), service=self._service_stats(), tenants=tenants)
+        return _document(found.to_dict())
+
+    def _own_stats(self, tenant: str) -> Stats:
+        mine = self._store.tenant_usage(tenant)
+        return Stats(
+            directory="",
+            warm=self._store.warm,
+            pages=mine.pages,
+            nodes=0,
+            index_bytes=0,
+            trees=0,
+            leases=0,
+            pinned_pages=mine.pinned_pages,
+            dirty_bytes=0,
+            tiers=(),
+            counters={},
+            tenants=[self._tenant(mine)],
+        )
+
+    def _tenant(self, found: TenantUsage) -> dict[str, Any]:
+        return found.to_dict() | self._registry.held_by(found.tenant)
 
 
 def _document(content: dict[str, Any]) -> Document:

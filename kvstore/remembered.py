@@ -1,4 +1,4 @@
-"""What a directory remembers of how it was opened: its size and where its segments are.
+"""What a directory remembers of how it was opened: its size, its segments' places, its encryption.
 
 So a store keeps its size until somebody says otherwise, and a tool that only looks inside opens it
 as it is. The file is a convenience: without it the defaults of the machine apply.
@@ -10,15 +10,23 @@ import hashlib
 import json
 import os
 import secrets
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvstore.config import StoreConfig
 
 FILE_NAME = "settings.json"
 FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """What is remembered of a store that has, or had, encrypted pages."""
+
+    on: bool
+    keys_dir: Path | None  # None: the folder in the store's own directory
 
 
 def remembered(directory: Path) -> dict[str, Any]:
@@ -32,6 +40,15 @@ def remembered(directory: Path) -> dict[str, Any]:
     return {"disk_bytes": size, "disk_directories": places}
 
 
+def remembered_encryption(directory: Path) -> Encryption | None:
+    """How the store was encrypted; None when it never was."""
+    found = _note(directory)
+    is_on, place = found.get("encrypt"), found.get("keys_dir")
+    if not isinstance(is_on, bool) or not (place is None or isinstance(place, str)):
+        return None
+    return Encryption(is_on, None if place is None else Path(place))
+
+
 def secret_mark(directory: Path) -> str:
     """The mark of the secret that the directory's pages belong to; "" when none was noted."""
     found = _note(directory).get("secret_mark", "")
@@ -43,17 +60,21 @@ def mark_of(secret: bytes) -> str:
     return hashlib.blake2b(b"kvstore secret mark", key=secret[:64], digest_size=8).hexdigest()
 
 
-def remember(config: StoreConfig, secret: bytes) -> None:
-    """Note how the store was opened; a full or read-only disk only costs the note."""
+def remember(config: StoreConfig, secret: bytes, encryption: Encryption | None = None) -> bool:
+    """Note how the store was opened; False when the disk refused, which only costs the note."""
     assert config.directory is not None
-    note = {
+    note: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "disk_bytes": config.disk_bytes,
         "disk_directories": [str(place) for place in config.disk_directories],
         "secret_mark": mark_of(secret),
     }
-    if _note(config.directory) != note:
-        replace_file(config.directory / FILE_NAME, json.dumps(note).encode())
+    if encryption is not None:
+        place = encryption.keys_dir
+        note |= {"encrypt": encryption.on, "keys_dir": None if place is None else str(place)}
+    if _note(config.directory) == note:
+        return True
+    return replace_file(config.directory / FILE_NAME, json.dumps(note).encode())
 
 
 def _note(directory: Path) -> dict[str, Any]:
@@ -74,6 +95,11 @@ def replace_file(path: Path, content: bytes) -> bool:
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         aside.unlink(missing_ok=True)
         return False

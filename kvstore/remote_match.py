@@ -19,8 +19,6 @@ from kvstore.request import checked_deadline
 from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import NDArray
 
     from kvstore.kvstore_pb2 import MatchReply, Places
@@ -110,7 +108,7 @@ class RemoteMatch:
 
     @property
     def tiers(self) -> list[str]:
-        """The fastest tier of each page when the server last said: "host" or "disk"."""
+        """Where each page was when the server last said: "host", or "disk" for any slower tier."""
         if self._places is None:
             return []
         slots = np.frombuffer(self._places.host_slots, "<i8")
@@ -203,12 +201,7 @@ class RemoteMatch:
     def __enter__(self) -> RemoteMatch:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
     def _fetch(self, live: LiveSession, stop: int, deadline: float) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.client_link import UNREACHABLE
 from kvstore.errors import InvalidRequest
 from kvstore.kvstore_pb2 import AbortRequest, CommitRequest, ReserveReply, WritePagesHeader
 from kvstore.request import checked_deadline
@@ -19,7 +20,6 @@ from kvstore.wire import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -34,7 +34,6 @@ STREAM_BYTES_A_SECOND_MIN = 50e6
 CALL_S_MAX = 60.0
 
 _NOWHERE = np.zeros(0, np.uint64)
-UNREACHABLE = "unreachable"
 
 
 class RemoteReservation:
@@ -128,12 +127,7 @@ class RemoteReservation:
     def __enter__(self) -> RemoteReservation:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abort()
 
     def _forget(self) -> None:

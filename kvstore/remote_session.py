@@ -14,23 +14,26 @@ import os
 import random
 import threading
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore import kvstore_pb2 as pb
 from kvstore._version import __version__
 from kvstore.client_channel import CallFailed, Failure, with_tokens
+from kvstore.client_link import UNREACHABLE
 from kvstore.live_session import LiveSession
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.remote_match import RemoteMatch
-from kvstore.remote_reservation import UNREACHABLE, RemoteReservation
-from kvstore.request import checked_deadline, checked_extras, checked_tokens
+from kvstore.remote_reservation import RemoteReservation
+from kvstore.request import checked_deadline, checked_extras, checked_tokens, token_view
+from kvstore.reservation import LIMIT, PRESENT
 from kvstore.shared_memory import AttachGrant, SharedMemoryError, attach
 from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
     from google.protobuf.message import Message
 
@@ -50,12 +53,26 @@ REFUSED_BACKOFF_S_MAX = 5.0
 BEAT_S_TROUBLED = 0.1  # while calls are not answered
 FLUSH_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
 RESERVE_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
-# Of tokens and extras in one call; the rest of a longer prompt is left out.
+# Of tokens and extras in one call; a longer prompt goes on from a match of what comes before.
 PROMPT_BYTES_MAX = CONTROL_BYTES_MAX - (64 << 10)
 EXTRA_BYTES = 16  # what a page's extras take besides their content
 
+# The server is there, and will say so again.
+_REFUSALS = frozenset({Failure.DENIED, Failure.INVALID, Failure.REFUSED})
+
 _log = logging.getLogger("kvstore.client")
 _numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one call says of a prompt; the first page that it does not is `stop`."""
+
+    after: int  # the match that it goes on from, 0 for none
+    tokens: bytes | memoryview
+    extras: dict[int, bytes]  # by page of the whole prompt
+    stop: int
+    is_cut: bool  # there is more of the prompt
 
 
 class RemoteSession:
@@ -129,13 +146,11 @@ class RemoteSession:
         Raises InvalidRequest for malformed input. A server that does not answer within
         ClientConfig.lookup_deadline_s makes it a miss.
         """
-        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        values, more = token_view(tokens), checked_extras(extras)
         live = self._usable()
         if live is not None:
-            head = pb.MatchRequest(session=live.id, extras=_extras(more))
-            request = with_tokens(head, values)
-            reply = self.ask(live, "Match", request, self._link.config.lookup_deadline_s)
-            if reply is not None and reply.match:
+            reply = self._longest(live, values, more, self._link.config.lookup_deadline_s)
+            if reply is not None:
                 return RemoteMatch(self, live, reply)
         return RemoteMatch(self, None, None)
 
@@ -145,19 +160,28 @@ class RemoteSession:
         """Room for the pages of this prompt that nobody has stored or is storing.
 
         See Session.reserve. It may be shorter than asked, with the reason "limit": commit it, then
-        reserve again for the rest. "unreachable": no server answers.
+        reserve again for the rest. "unreachable": no server answers; "refused: ...": one does, and
+        not to this credential.
         """
-        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
         live = self._usable()
         if live is None:
-            return RemoteReservation.nothing(self, UNREACHABLE)
+            return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
         self.give_back.hurry()
-        head = pb.ReserveRequest(session=live.id, extras=_extras(more), deadline_s=wait_s)
-        request = with_tokens(head, values)
-        reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S)
+        with self._end_of(live, values, more) as part:
+            head = pb.ReserveRequest(
+                session=live.id,
+                extras=_extras(part.extras),
+                deadline_s=wait_s,
+                after_match=part.after,
+            )
+            request = with_tokens(head, part.tokens)
+            reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S)
         if reply is None:
-            return RemoteReservation.nothing(self, UNREACHABLE)
+            return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
+        if part.is_cut and reply.reason in ("", PRESENT):
+            reply.reason = LIMIT
         staging = live.staging() if reply.staging_offsets else None
         if reply.staging_offsets and staging is None:  # the session ended just now
             return RemoteReservation.nothing(self, UNREACHABLE)
@@ -175,23 +199,36 @@ class RemoteSession:
 
     def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
         """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has."""
-        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        values, more = checked_tokens(tokens), checked_extras(extras)
         ttl_s = checked_deadline(ttl_s)
         live = self._usable()
         if live is None:
             return 0
-        request = pb.PinRequest(session=live.id, tokens=values, extras=_extras(more), ttl_s=ttl_s)
-        reply = self.ask(live, "Pin", request, PIN_DEADLINE_S)
+        with self._end_of(live, values, more) as part:
+            request = pb.PinRequest(
+                session=live.id,
+                tokens=bytes(part.tokens),
+                extras=_extras(part.extras),
+                ttl_s=ttl_s,
+                after_match=part.after,
+            )
+            reply = self.ask(live, "Pin", request, PIN_DEADLINE_S)
         return 0 if reply is None else reply.pages
 
     def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
         """Take back every pin on the stored chain of this prompt; how many pages it has."""
-        values, more = self._fitting(checked_tokens(tokens), checked_extras(extras))
+        values, more = checked_tokens(tokens), checked_extras(extras)
         live = self._usable()
         if live is None:
             return 0
-        request = pb.UnpinRequest(session=live.id, tokens=values, extras=_extras(more))
-        reply = self.ask(live, "Unpin", request, PIN_DEADLINE_S)
+        with self._end_of(live, values, more) as part:
+            request = pb.UnpinRequest(
+                session=live.id,
+                tokens=bytes(part.tokens),
+                extras=_extras(part.extras),
+                after_match=part.after,
+            )
+            reply = self.ask(live, "Unpin", request, PIN_DEADLINE_S)
         return 0 if reply is None else reply.pages
 
     def close(self) -> None:
@@ -244,12 +281,7 @@ class RemoteSession:
     def __enter__(self) -> RemoteSession:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _usable(self) -> LiveSession | None:
@@ -259,21 +291,70 @@ class RemoteSession:
             return None
         return live
 
-    def _fitting(self, tokens: bytes, extras: dict[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
-        """As much of a prompt as one call may carry, in whole pages when it is cut."""
-        size = len(tokens) + sum(EXTRA_BYTES + len(each) for each in extras.values())
-        if size <= PROMPT_BYTES_MAX:
-            return tokens, extras
+    def _longest(
+        self,
+        live: LiveSession,
+        tokens: bytes | memoryview,
+        extras: dict[int, bytes],
+        wait_s: float,
+    ) -> pb.MatchReply | None:
+        """The longest chain of a prompt; in several calls when it is longer than a message."""
+        deadline = time.monotonic() + wait_s
+        found: pb.MatchReply | None = None
+        while True:
+            part = self._part(tokens, extras, found)
+            head = pb.MatchRequest(
+                session=live.id, extras=_extras(part.extras), after_match=part.after
+            )
+            left_s = deadline - time.monotonic() if found else wait_s
+            if left_s <= 0:
+                return found
+            reply = self.ask(live, "Match", with_tokens(head, part.tokens), left_s)
+            if reply is None or not reply.match:
+                return found
+            if found is not None:
+                self.give_back.release(live, found.match)
+            found = reply
+            if not part.is_cut or found.pages < part.stop:
+                return found
+
+    @contextmanager
+    def _end_of(
+        self, live: LiveSession, tokens: bytes | memoryview, extras: dict[int, bytes]
+    ) -> Iterator[PromptPart]:
+        """A prompt for one call; what is stored of a longer one is named by a match, leased so
+        long."""
+        part = self._part(tokens, extras, None)
+        found = self._longest(live, tokens, extras, PIN_DEADLINE_S) if part.is_cut else None
+        try:
+            yield part if found is None else self._part(tokens, extras, found)
+        finally:
+            if found is not None:
+                self.give_back.release(live, found.match)
+
+    def _part(
+        self, tokens: bytes | memoryview, extras: dict[int, bytes], found: pb.MatchReply | None
+    ) -> PromptPart:
+        """As much of a prompt after what was found as one call may carry, cut in whole pages."""
+        if found is None:
+            size = len(tokens) + sum(EXTRA_BYTES + len(each) for each in extras.values())
+            if size <= PROMPT_BYTES_MAX:
+                return PromptPart(0, tokens, extras, 0, is_cut=False)
         page_bytes = TOKEN_BYTES * self.spec.page_tokens
-        room, pages = PROMPT_BYTES_MAX, 0
-        while pages < len(tokens) // page_bytes:
-            extra = len(extras[pages]) + EXTRA_BYTES if pages in extras else 0
-            if room < page_bytes + extra:
+        start = stop = found.pages if found is not None else 0
+        room, whole = PROMPT_BYTES_MAX, len(tokens) // page_bytes
+        while stop < whole:
+            room -= page_bytes + (len(extras[stop]) + EXTRA_BYTES if stop in extras else 0)
+            if room < 0:
                 break
-            room -= page_bytes + extra
-            pages += 1
-        kept = {page: each for page, each in extras.items() if page < pages}
-        return tokens[: pages * page_bytes], kept
+            stop += 1
+        return PromptPart(
+            after=found.match if found is not None else 0,
+            tokens=tokens[start * page_bytes : stop * page_bytes],
+            extras={page: each for page, each in extras.items() if start <= page < stop},
+            stop=stop,
+            is_cut=start < stop < whole,
+        )
 
     def _keep(self) -> None:
         """The keeper's life: open, listen until it is over, again."""
@@ -282,14 +363,18 @@ class RemoteSession:
             try:
                 live = self._open()
             except CallFailed as exc:
-                self._link.note(f"not reached: {exc}")
+                refused = exc.failure in _REFUSALS
+                if refused:
+                    self._link.refused("Open", exc)
+                else:
+                    self._link.note(f"not reached: {exc}")
                 self._tell_attempt()
                 self._closing.wait(backoff_s * random.uniform(0.8, 1.2))
-                refused = exc.failure is Failure.REFUSED  # it is there, and will say so again
                 backoff_s = min(2 * backoff_s, REFUSED_BACKOFF_S_MAX if refused else BACKOFF_S_MAX)
                 continue
             backoff_s = BACKOFF_S_MIN
             self._link.breaker.succeeded()
+            self._link.accepted("Open")
             self._link.note(f"connected, epoch {live.boot_epoch:x}", logging.INFO)
             self._link.count("sessions_opened")
             self._live = live
@@ -359,6 +444,7 @@ class RemoteSession:
     def _listen(self, live: LiveSession) -> None:
         """Until the server, this session or the client is gone."""
         while not live.over.is_set():
+            credential = self._link.channel.credential
             try:
                 stream = self._link.channel.heartbeat(self._beats(live))
                 live.on_end(stream.cancel)
@@ -367,7 +453,9 @@ class RemoteSession:
                         live.end("another server answers")
                     self._link.heard(live)
             except CallFailed as exc:
-                live.end(str(exc))
+                is_old = exc.failure is Failure.DENIED
+                if not is_old or not self._link.channel.has_newer_credential(credential):
+                    live.end(str(exc))
             # A stream that ends well was old: the session goes on with a new one.
             live.over.wait(BACKOFF_S_MIN)
 

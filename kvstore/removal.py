@@ -1,30 +1,34 @@
 """Eviction on somebody's word: by prefix, tenant, namespace, writer or age.
 
-What is chosen goes with all below it, from every tier, and its slots on disk are wiped. Pages that
-somebody reads or writes right now stay, and so do pinned ones unless asked otherwise; their
-ancestors stay with them. All is counted in the answer.
+What is chosen goes with all below it, from every tier, its slots on disk are wiped, and Redis is
+told to delete those pages too, for all stores that share it. Pages that somebody reads or writes
+right now stay, and so do pinned ones unless asked otherwise; their ancestors stay with them. All is
+counted in the answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.prefix_index.page_table import HELD
-from kvstore.request import checked_tokens
+from kvstore.request import checked_extras, checked_tokens
 from kvstore.state import NO_PAGE
+from kvstore.tenant import check_name
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
-    from kvstore.request import Tokens
+    from kvstore.redis_share import RedisShare
+    from kvstore.redis_writer import RedisWriter
+    from kvstore.request import Extras, Tokens
     from kvstore.state import StoreState
 
 # Pages removed while the lock is held once: look-ups go on in between.
@@ -39,6 +43,7 @@ class Selection:
     tenant: str | None = None
     namespace: bytes | None = None  # 16 bytes, or a prefix of them
     prefix: Tokens | None = None  # pages of prompts that begin with these tokens
+    extras: Extras | None = None  # of the pages in `prefix`
     root: bytes | None = None
     writer: str | None = None
     unused_for_s: float | None = None  # not asked for in so many seconds
@@ -58,11 +63,18 @@ class Selection:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise InvalidRequest(f"evict: {name} is {value!r}; seconds >= 0 are needed")
-        fields = [name for name in self.__dataclass_fields__ if name != "everything"]
+        if self.extras and self.prefix is None:
+            raise InvalidRequest("evict: extras are those of a prefix, and there is none")
+        fields = set(self.__dataclass_fields__) - {"everything", "extras"}
         if not self.everything and all(getattr(self, name) is None for name in fields):
             raise InvalidRequest(
                 "evict: name a prefix, tenant, namespace, writer or age, or say everything"
             )
+
+    def names_a_tenant_only(self) -> bool:
+        """Whether all pages of one tenant are meant, and nothing else."""
+        others = set(self.__dataclass_fields__) - {"tenant", "everything", "extras"}
+        return self.tenant is not None and all(getattr(self, name) is None for name in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +87,17 @@ class Eviction:
     kept_leased: int  # chosen, but being read or written now, or above such a page
     kept_pinned: int
     dry_run: bool
+    redis_pages: int = 0  # that Redis had too, and has deleted
 
 
 def select(state: StoreState, selection: Selection) -> NDArray[np.int32]:
     """Pages that a selection names, each with all below it; parents before children."""
     state.require_open()
     if selection.prefix is not None:
-        chosen = _by_prefix(state, selection)
+        tops = _by_prefix(state, selection)
     else:
-        chosen = _by_columns(state, selection)
+        tops = [top for root in _roots(state, selection) for top in state.root_pages(root)]
+    chosen = _by_columns(state, selection, tops)
     seen: dict[int, None] = {}
     for page in chosen:
         if page not in seen:
@@ -99,12 +113,17 @@ def evict(
     *,
     dry_run: bool,
     include_pinned: bool = False,
+    share: RedisShare | None = None,
 ) -> Eviction:
-    """Remove what `selection` names; see the module's docstring for what stays."""
+    """Remove what `selection` names; see the module's docstring for what stays.
+
+    Without `share` the pages stay in Redis, for the other stores.
+    """
     with state.lock:
         pages = select(state, selection)
-        if writer is not None and not dry_run:
-            pages = _leave_queue(state, writer, pages)
+        if not dry_run:
+            writers = [writer, share.writer if share is not None else None]
+            pages = _leave_queues(state, [each for each in writers if each is not None], pages)
         going, kept_leased, kept_pinned = _removable(state, pages, include_pinned)
         going_set = set(going.tolist())
         chains = sum(
@@ -119,16 +138,52 @@ def evict(
         return report
     order = going[::-1]  # deepest first
     left = 0
+    gone: list[tuple[str, bytes, bytes]] = []
     for start in range(0, len(order), STEP_PAGES):
         step = slice(start, start + STEP_PAGES)
-        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned)
+        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned, gone)
     try:
         state.free_wiped_slots()
     except TierError as exc:
         raise DirectoryError(f"evicted from memory, but not wiped from disk: {exc}") from exc
-    if left:
-        return Eviction(chains, len(going) - left, size, kept_leased + left, kept_pinned, False)
-    return report
+    erased = _erase(state, share, gone)
+    return replace(
+        report, pages=len(going) - left, kept_leased=kept_leased + left, redis_pages=erased
+    )
+
+
+def _erase(
+    state: StoreState, share: RedisShare | None, gone: list[tuple[str, bytes, bytes]]
+) -> int:
+    """Delete pages in Redis, parents first so that what is left is never found; how many."""
+    if share is None or not gone:
+        return 0
+    try:
+        return share.tier.erase(gone[::-1])
+    except TierError as exc:
+        raise DirectoryError(
+            f"evicted here, but not erased from Redis, where the pages end within "
+            f"{state.config.redis_ttl_s:g} s: {exc}"
+        ) from exc
+
+
+def erase_key(state: StoreState, selection: Selection, *, dry_run: bool) -> None:
+    """Delete the key of the selected tenant; its pages are to be evicted after it.
+
+    Raises InvalidRequest where that makes no sense, DirectoryError when the key can't be deleted.
+    """
+    if not selection.names_a_tenant_only() or selection.tenant is None:
+        raise InvalidRequest("evict: a key is erased with all of its tenant; name a tenant only")
+    check_name("tenant", selection.tenant)
+    cipher = state.disk.cipher if state.disk is not None else None
+    if cipher is None:
+        raise InvalidRequest("evict: nothing is encrypted here, so there is no key to erase")
+    if dry_run:
+        return
+    try:
+        cipher.erase(selection.tenant)
+    except TierError as exc:
+        raise DirectoryError(f"nothing is evicted: {exc}") from exc
 
 
 def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
@@ -138,7 +193,7 @@ def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
     tokens = checked_tokens(selection.prefix)
     page_bytes = 4 * state.trees[selection.root].page_tokens
     whole = len(tokens) // page_bytes
-    found = state.index.match(selection.root, tokens, None)
+    found = state.index.match(selection.root, tokens, checked_extras(selection.extras))
     if len(found) < whole:
         return []
     rest = tokens[whole * page_bytes :]
@@ -149,9 +204,7 @@ def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
     return [page for page in below if state.index.tokens_of(page).startswith(rest)]
 
 
-def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
-    table = state.index.table
-    pages: list[int] = []
+def _roots(state: StoreState, selection: Selection) -> Iterator[bytes]:
     for root, info in state.trees.items():
         if selection.root is not None and root != selection.root:
             continue
@@ -160,8 +213,13 @@ def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
         namespace = selection.namespace
         if namespace is not None and not info.namespace.startswith(namespace):
             continue
-        for top in state.root_pages(root):
-            pages.extend(state.index.subtree(top).tolist())
+        yield root
+
+
+def _by_columns(state: StoreState, selection: Selection, tops: Iterable[int]) -> list[int]:
+    """Those of the pages `tops` and all below them that writer and age fit."""
+    table = state.index.table
+    pages = [page for top in tops for page in state.index.subtree(top).tolist()]
     chosen = np.array(pages, dtype=np.int32)
     if selection.writer is not None:
         names = np.array([name == selection.writer for name in state.writers])
@@ -174,18 +232,19 @@ def _by_columns(state: StoreState, selection: Selection) -> Iterable[int]:
     return out
 
 
-def _leave_queue(
-    state: StoreState, writer: DiskWriter, pages: NDArray[np.int32]
+def _leave_queues(
+    state: StoreState, writers: list[DiskWriter | RedisWriter], pages: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Stop writing what is about to go; wait for what is on its way to the disk this moment.
+    """Stop writing what is about to go; wait for what is on its way this moment.
 
     Returns the pages that are still the same ones: others may have been evicted meanwhile.
     """
     going, table = set(pages.tolist()), state.index.table
     sequences = table.sequence[pages].copy()
-    writer.cancel(going)
+    for writer in writers:
+        writer.cancel(going)
     deadline = state.clock() + WRITE_WAIT_S
-    while writer.is_writing(going) and state.clock() < deadline:
+    while any(each.is_writing(going) for each in writers) and state.clock() < deadline:
         state.changed.wait(0.05)
     state.require_open()
     table = state.index.table
@@ -223,8 +282,12 @@ def _remove_step(
     pages: NDArray[np.int32],
     sequences: NDArray[np.uint64],
     include_pinned: bool,
+    gone: list[tuple[str, bytes, bytes]],
 ) -> int:
-    """Remove pages (deepest first) that are still what they were; how many stayed after all."""
+    """Remove pages (deepest first) that are still what they were; how many stayed after all.
+
+    Adds (tenant, root, key) of the others to `gone`.
+    """
     with state.lock:
         state.require_open()
         table = state.index.table
@@ -239,5 +302,7 @@ def _remove_step(
                 continue
             going.append(page)
             removed.add(page)
+            root = state.index.root_of(page)
+            gone.append((state.trees[root].tenant, root, table.key_of(page)))
         state.remove_pages(np.array(going, dtype=np.int32), wipe=True)
     return len(pages) - len(going)

@@ -5,11 +5,12 @@ Everything behind this module may rely on int32 tokens in [0, 2^31) and bounded 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import InvalidRequest
-from kvstore.prefix_index.page_key import TOKEN_BYTES, page_extras, token_bytes
+from kvstore.prefix_index.page_key import TOKEN_BYTES, page_extras, token_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +30,15 @@ def checked_tokens(tokens: Tokens) -> bytes:
 
     tokens: a flat array or sequence of integers in [0, 2^31), or such bytes already.
     """
+    return bytes(token_view(tokens))
+
+
+def token_view(tokens: Tokens) -> bytes | memoryview:
+    """The same without a copy where the caller's array is like that: to be read at once."""
     if isinstance(tokens, set | frozenset | Mapping | str):
         raise InvalidRequest(f"tokens: a {type(tokens).__name__} has no order; give a list")
     try:
-        packed = token_bytes(tokens)
+        packed = token_buffer(tokens)
     except ValueError as exc:
         raise InvalidRequest(f"tokens: {exc}") from exc
     if len(packed) > TOKENS_MAX * TOKEN_BYTES:
@@ -60,6 +66,20 @@ def checked_extras(extras: Extras | None) -> dict[int, bytes]:
         return dict(page_extras(extras))
     except ValueError as exc:
         raise InvalidRequest(f"extras: {exc}") from exc
+
+
+def checked_chain_id(digits: str) -> str:
+    """The beginning of a page's id in lower case; raises InvalidRequest."""
+    if not isinstance(digits, str) or not re.fullmatch(r"[0-9a-fA-F]{1,32}", digits):
+        raise InvalidRequest(f"chain {digits!r:.60}: 1 to 32 hex digits are needed")
+    return digits.lower()
+
+
+def checked_sequence(number: int) -> int:
+    """The number of an event, or 0; raises InvalidRequest."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 64:
+        raise InvalidRequest(f"after_sequence: {number!r:.60} given; an event's number, or 0")
+    return number
 
 
 def checked_deadline(deadline_s: float) -> float:

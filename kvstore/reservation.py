@@ -1,13 +1,14 @@
 """A reservation: slots being written, invisible until committed.
 
-A run of pages starts under a visible page, which stays leased, or at the start of a prompt. Its
-pages become visible together, and only after their bytes have been checksummed.
+A run of pages starts under a visible page, which stays leased, or at the start of a prompt, or
+after a run that the same session is still writing; then it can only be published after that one.
+Its pages become visible together, and only after their bytes have been checksummed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,6 @@ from kvstore.tiers.checksum import checksum, copy_and_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PRESENT = "present"
 LIMIT = "limit"
+OUT_OF_ORDER = "the run before it was not committed"
 Chain = tuple[bytes, dict[int, bytes]]  # whole pages of tokens, extras by page index
 NOTHING: Chain = (b"", {})
 
@@ -56,15 +57,29 @@ class Commit:
 class Reservation:
     """What Session.reserve() gave. Fill its views, then commit; leaving without a commit aborts."""
 
-    def __init__(self, session: Session, run: Run, reason: str, chain: Chain = NOTHING) -> None:
-        """`chain`: the tokens and extras of a prompt of which all was present."""
+    def __init__(
+        self,
+        session: Session,
+        run: Run,
+        reason: str,
+        chain: Chain = NOTHING,
+        before: Reservation | None = None,
+    ) -> None:
+        """`chain`: the tokens and extras of a prompt of which all was present. `before`: the open
+        run that this one follows. The lock is held."""
         self._session = session
         self._state = session.state
         self._run = run
         self._open = bool(run.slots)
         self._views: list[memoryview] = []
         self._chain = chain
+        self._before = before  # until it is published
+        self._after: list[Reservation] = []
+        self._copying = False  # commit() uses the slots
+        self._dropped = False  # not by its owner
         self.reason = reason
+        if before is not None:
+            before._after.append(self)
 
     @property
     def start(self) -> int:
@@ -75,6 +90,16 @@ class Reservation:
     def count(self) -> int:
         """How many pages to write; 0 with a `reason` when there is nothing to do."""
         return len(self._run.slots)
+
+    @property
+    def keys(self) -> bytes:
+        """The keys of its pages, 16 bytes each."""
+        return self._run.keys
+
+    @property
+    def first_key(self) -> bytes:
+        """The key of its first page."""
+        return self._run.keys[:16]
 
     def views(self) -> list[memoryview]:
         """Writable bytes, `spec.page_bytes` a page. They end with commit or abort.
@@ -101,17 +126,32 @@ class Reservation:
         sources: bytes of each page, to be copied in first; what is checksummed is the copy, so
         that memory which somebody else still writes may be given.
         Where all was "present" already, there is nothing to publish, but `durable` still waits.
+        Nothing is published, with a reason, where the run before this one was not.
         Raises InvalidRequest when the reservation was given up, or never had anything to commit.
         """
         state = self._state
         deadline = state.clock() + checked_deadline(deadline_s)
-        state.require_open()
-        if not self._open and self.reason != PRESENT:
-            raise InvalidRequest("this reservation is empty, committed or aborted already")
-        checksums = self._checksums(sources)
+        with state.lock:
+            state.require_open()
+            if self._before is not None:
+                self._drop()
+            if self._dropped:
+                return Commit(0, durable=False, reason=OUT_OF_ORDER)
+            if not self._open and self.reason != PRESENT:
+                raise InvalidRequest("this reservation is empty, committed or aborted already")
+            self._copying = self._open
+        try:
+            checksums = self._checksums(sources)
+        finally:
+            with state.lock:
+                self._copying = False
+                if self._dropped and not state.closed:
+                    self._give_up()
         writer, ticket = self._session.disk_writer, None
         with state.lock:
             state.require_open()
+            if self._dropped:
+                return Commit(0, durable=False, reason=OUT_OF_ORDER)
             published = self._open
             self._open = False
             self._withdraw_views()
@@ -130,27 +170,36 @@ class Reservation:
         return Commit(count, durable=False, reason=reason)
 
     def abort(self) -> None:
-        """Give the slots back; nothing was ever visible. Doing it again does nothing."""
-        state = self._state
-        with state.lock:
-            if not self._open or state.closed:
+        """Give the slots back; nothing was ever visible. Doing it again does nothing.
+
+        Runs of this session that follow it are given up with it.
+        """
+        with self._state.lock:
+            if not self._open or self._state.closed:
                 return
-            self._open = False
-            self._withdraw_views()
-            if state.host is not None:
-                state.host.free_many(list(self._run.slots))
-            self._settle()
+            if self._copying:  # another thread commits it; it gives up in a moment
+                self._dropped = True
+            else:
+                self._give_up()
 
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abort()
+
+    def _drop(self) -> None:
+        """Give it up where its owner does not expect it. The lock is held."""
+        if self._open:
+            self._dropped = True
+            self.abort()
+
+    def _give_up(self) -> None:
+        self._open = False
+        self._withdraw_views()
+        if self._state.host is not None:
+            self._state.host.free_many(list(self._run.slots))
+        self._settle()
 
     def _withdraw_views(self) -> None:
         """What was handed out for writing must not change a published page, or a freed slot."""
@@ -195,11 +244,25 @@ class Reservation:
         writer = self._session.disk_writer
         if writer is not None and not writer.enqueue(pages.tolist()):
             state.unwritten.update(pages.tolist())
+        for behind in self._after:
+            behind._follow(int(pages[-1]))
+        if self._session.share is not None:
+            self._session.share.writer.enqueue(pages.tolist())
         return int(pages[-1])
+
+    def _follow(self, parent: int) -> None:
+        """The run before this one is published: its last page is leased for this one now."""
+        if self._open:
+            self._state.index.lease(parent)
+            self._run, self._before = replace(self._run, parent=parent), None
 
     def _settle(self) -> None:
         """Forget what was pending and let the parent go. The lock is held."""
         state = self._state
+        for behind in self._after:
+            if behind._before is self:  # not published, so neither will it be
+                behind._drop()
+        self._after = []
         for position in range(len(self._run.slots)):
             key = self._run.keys[16 * position : 16 * position + 16]
             state.pending.discard((self._session.root, key))

@@ -8,14 +8,15 @@ send; any other is logged here and told to nobody.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from functools import partial
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvstore.call_budget import TooManyCalls
+from kvstore.call_pool import client_has_spoken, said_by_client, waiting_for_client
 from kvstore.errors import (
     CapacityError,
     ClosedError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvstore.identity import Authorizer, Identity
 
 RETRY_MS = 100
+CONFIRM_S = 2.0  # how long a stream may outlive its credential
 CLOCK_SLACK_S = 1.0  # a deadline of exactly the maximum is not refused for rounding
 
 _log = logging.getLogger("kvstore.server")
@@ -50,12 +52,14 @@ class Denied(KVStoreError):
     """The credential is known, but not for this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One call: whose it is and how long its client waits."""
 
     identity: Identity
     context: grpc.ServicerContext
+    authorizer: Authorizer
+    confirmed_s: float = field(default_factory=time.monotonic)
 
     def wait_s(self, wanted_s: float) -> float:
         """A wait that ends before the client stops listening. Raises InvalidRequest."""
@@ -63,6 +67,22 @@ class Call:
             raise InvalidRequest(f"deadline_s is {wanted_s}; [0, {DEADLINE_S_MAX:g}] is wanted")
         left = self.context.time_remaining()
         return max(0.0, min(wanted_s, left - min(0.05, left / 10)))
+
+    def confirm(self) -> None:
+        """For calls that last: NotAuthenticated once the credential is not good any more.
+
+        Looks every CONFIRM_S at most, and counts as a call of the tenant then.
+        """
+        now = time.monotonic()
+        if now < self.confirmed_s + CONFIRM_S:
+            return
+        self.confirmed_s = now
+        try:
+            identity = self.authorizer.identify(self.context)
+        except TooManyCalls:  # it is known, and busy
+            return
+        if identity != self.identity:
+            raise NotAuthenticated("the credential is another one's by now; call again")
 
 
 # The first class that fits counts.
@@ -125,6 +145,7 @@ class Guard:
         self, name: str, function: Callable[..., Any], parse: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+            client_has_spoken(context.cancel)
             try:
                 call = self._admit(name, context)
                 return function(parse(request), call)
@@ -138,9 +159,12 @@ class Guard:
         self, name: str, function: Callable[..., Any], parse: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         def behaviour(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            client_has_spoken(context.cancel)
             try:
                 call = self._admit(name, context)
-                yield from function(parse(request), call)
+                for reply in function(parse(request), call):
+                    with waiting_for_client():  # until it has taken this one
+                        yield reply
                 return
             except Exception as exc:
                 if not context.is_active():
@@ -156,14 +180,14 @@ class Guard:
             raise Denied(f"{name} is not for the role {identity.role}")
         if name not in ENDLESS and context.time_remaining() > DEADLINE_S_MAX + CLOCK_SLACK_S:
             raise InvalidRequest(f"{name}: a deadline of at most {DEADLINE_S_MAX:g} s is needed")
-        return Call(identity, context)
+        return Call(identity, context, self._authorizer)
 
 
 def _parser(parse: Callable[[bytes], Any] | None, *, is_stream: bool) -> Callable[[Any], Any]:
     """From what grpc hands in to what a function takes; None leaves raw bytes as they are."""
-    if parse is None:
-        return lambda raw: raw
-    return partial(map, parse) if is_stream else parse
+    if not is_stream:
+        return parse or (lambda raw: raw)
+    return lambda raw: map(parse, said_by_client(raw)) if parse else said_by_client(raw)
 
 
 def _retry_ms(exc: Exception) -> int:

@@ -25,8 +25,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from kvstore.auth import CredentialAuthorizer
+from kvstore.call_pool import CallPool
 from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
+from kvstore.heap import reuse_large_buffers
+from kvstore.identity import PUBLIC_TENANT
 from kvstore.operator_calls import OperatorCalls
 from kvstore.rpc_guard import Guard
 from kvstore.server_security import ServerSecurity
@@ -36,14 +40,23 @@ from kvstore.staging_pool import StagingPool
 from kvstore.store import Store
 from kvstore.watchdog import Pulse, Tick, Watchdog, lock_is_free, thread_is_alive
 from kvstore.watches import Watches
-from kvstore.wire import CONTROL_BYTES_MAX, EXTENTS_NAME, METADATA_BYTES_MAX, PIECE_BYTES, SERVICE
+from kvstore.wire import (
+    CONTROL_BYTES_MAX,
+    DOCUMENT_BYTES_MAX,
+    EXTENTS_NAME,
+    METADATA_BYTES_MAX,
+    PIECE_BYTES,
+    SERVICE,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kvstore.identity import Authorizer
     from kvstore.server_config import ServerConfig
     from kvstore.server_session import ServerSession
+    from kvstore.tenants import Quota
     from kvstore.tiers.extent import ExtentRecord
     from kvstore.tiers.file_layer import FileLayer
     from kvstore.tiers.host_tier import Staging
@@ -55,9 +68,12 @@ CANCEL_S = 1.0  # how soon calls end that were cut off
 TICK_S = 0.25
 # Calls that may wait for the disk, for room, or for their client.
 WAITING = (
-    *("Open", "Stage", "Reserve", "Commit", "Flush", "ReadPages", "WritePages"),
+    *("Open", "Stage", "Reserve", "ReadPages"),
     *("Evict", "List", "Inspect", "Explain", "Stats"),
 )
+# The same, and nobody waits for what they copy: where cores are short, look-ups and loads go first.
+STORING = ("Commit", "Flush", "WritePages")
+STORING_NICE = 5
 STREAMS = ("Heartbeat", "Watch")
 WATCHED_THREADS = ("disk-writer", "extents", "housekeeper", "stager")
 CONNECTION_AGE_MS = 3_600_000
@@ -89,11 +105,18 @@ class Server:
         assert config.directory is not None
         self.config = config
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        reuse_large_buffers()
         self.store = Store.open(wait_warm=False, files=files, **config.store_config().model_dump())
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
         self._staging = StagingPool(config.staging_bytes)
-        self.registry = SessionRegistry(self.store, self._staging, sessions_max=config.sessions_max)
+        self._authorizer = authorizer or self._security.authorizer
+        self._quotas: Mapping[str, Quota] = {}
+        self.store.state.staging_use = self._staging.used_by
+        self.registry = SessionRegistry(
+            self.store, self._staging, sessions_max=config.sessions_max, quotas=self.quotas
+        )
         try:
+            self.quotas()
             self._extents = ExtentServer(
                 config.directory / EXTENTS_NAME, self._granted, disconnected=self.registry.end
             )
@@ -105,11 +128,16 @@ class Server:
             self.store, self.registry, self._extents, secrets.randbits(63) | 1
         )
         self._watches = Watches(self.store)
-        self._quick = ThreadPoolExecutor(config.workers, "kvstore-call")
-        self._waiting = ThreadPoolExecutor(config.waiting_workers, "kvstore-wait")
-        self._streams = ThreadPoolExecutor(2 * config.sessions_max, "kvstore-stream")
+        spare = ThreadPoolExecutor(config.max_rpcs, "kvstore-spare")
+        waiting = config.waiting_workers
+        self._quick = CallPool(config.workers, "kvstore-call", spare)
+        self._waiting = CallPool(waiting, "kvstore-wait", spare)
+        self._storing = CallPool(waiting, "kvstore-store", spare, _give_way)
+        self._streams = CallPool(2 * config.sessions_max, "kvstore-stream")
+        self._pools = (self._quick, self._waiting, self._storing, self._streams)
+        self._spare = spare
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._grpc = self._make_grpc(Guard(authorizer or self._security.authorizer))
+        self._grpc = self._make_grpc(Guard(self._authorizer))
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
         self._stop_wanted = threading.Event()
@@ -148,7 +176,10 @@ class Server:
         self._watchdog.start()
         while not self._stop_wanted.wait(TICK_S):
             self._tick.beat()
+            self.quotas()
             self.registry.sweep()
+            for pool in self._pools:
+                pool.sweep()
             failed = self._look_at_start()
             if failed:
                 _log.error("%s", failed)
@@ -180,13 +211,23 @@ class Server:
         self.registry.end_all()
         self._extents.close()
         done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
-        for pool in (self._quick, self._waiting, self._streams):
+        for pool in (*self._pools, self._spare):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.config.socket_path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self.config.socket_path)
         _log.info("stopped")
         return done
+
+    def quotas(self) -> Mapping[str, Quota]:
+        """The quotas of all tenants, in force from here on; empty without a tenant file."""
+        authorizer = self._authorizer
+        if isinstance(authorizer, CredentialAuthorizer):
+            found = authorizer.quotas()
+            if found is not self._quotas:
+                self.store.set_quotas(found)  # the authorizer has checked that they fit
+                self._quotas = found
+        return self._quotas
 
     def service_stats(self) -> dict[str, Any]:
         """Who is connected, for Stats."""
@@ -201,8 +242,9 @@ class Server:
         }
 
     def _make_grpc(self, guard: Guard) -> grpc.Server:
-        operators = OperatorCalls(self.store, self.service_stats)
+        operators = OperatorCalls(self.store, self.registry, self.service_stats)
         pools = dict.fromkeys(WAITING, self._waiting) | dict.fromkeys(STREAMS, self._streams)
+        pools |= dict.fromkeys(STORING, self._storing)
         functions = self._servicer.functions() | operators.functions()
         handlers = guard.handlers(functions | {"Watch": self._watches.watch}, pools)
         server = grpc.server(
@@ -217,10 +259,13 @@ class Server:
         return server
 
     def _granted(self, session: ServerSession) -> list[ExtentRecord | Staging]:
-        """What a session's client may map: its tenant's extents to read, its staging to write."""
+        """What a session's client may map: its tenant's and public extents to read, its staging to
+        write."""
         host = self.store.state.host
         assert host is not None
         granted: list[ExtentRecord | Staging] = [*host.extents(session.identity.tenant)]
+        if session.session.public_root is not None:
+            granted += host.extents(PUBLIC_TENANT)
         staging = session.staging  # gone once the session has ended
         return granted + ([staging] if staging is not None else [])
 
@@ -259,11 +304,17 @@ class Server:
         return time.monotonic() - self.registry.last_session_s > limit
 
 
+def _give_way() -> None:
+    """Lower this thread's priority."""
+    with contextlib.suppress(OSError):  # a system where threads have none of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STORING_NICE)
+
+
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     options = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
-        ("grpc.max_send_message_length", CONTROL_BYTES_MAX),
+        ("grpc.max_send_message_length", DOCUMENT_BYTES_MAX),
         ("grpc.max_metadata_size", METADATA_BYTES_MAX // 2),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.max_concurrent_streams", config.max_rpcs),

@@ -48,7 +48,7 @@ class ServerConfig(StoreConfig):
     max_rpcs: Count = Field(default=256, ge=4, le=65_536)
     # Sessions at once.
     sessions_max: Count = Field(default=1024, ge=1, le=65_536)
-    # Threads for calls that do not wait, and for calls that may wait for the disk.
+    # Threads for calls that do not wait; for calls that may wait for the disk, and for storing.
     workers: Count = Field(default=8, ge=1, le=256)
     waiting_workers: Count = Field(default=32, ge=1, le=1024)
     # After SIGTERM, for calls that are under way.
@@ -104,7 +104,12 @@ class ServerConfig(StoreConfig):
         path = self.socket_path
         return self.listen if path is None else f"unix:{path}"
 
+    @property
+    def arena_bytes(self) -> int:
+        """Memory for pages: what staging leaves of host_bytes."""
+        return self.host_bytes - self.staging_bytes
+
     def store_config(self) -> StoreConfig:
         """The store's part. Staging is taken out of the arena's bytes: the host's total holds."""
         values = {name: getattr(self, name) for name in StoreConfig.model_fields}
-        return StoreConfig(**(values | {"host_bytes": self.host_bytes - self.staging_bytes}))
+        return StoreConfig(**(values | {"host_bytes": self.arena_bytes}))

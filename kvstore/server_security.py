@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.auth import authorizer_for, check_listen
 from kvstore.errors import ConfigError
+from kvstore.shares import Tenancy
 
 if TYPE_CHECKING:
     import grpc
@@ -40,7 +41,12 @@ class ServerSecurity:
             insecure_network=config.insecure_network,
         )
         return ServerSecurity(
-            authorizer_for(config.address, config.tenants_file, certificates=has_certificates),
+            authorizer_for(
+                config.address,
+                config.tenants_file,
+                certificates=has_certificates,
+                check=lambda book: Tenancy.of(book.quotas, config.arena_bytes, config.disk_bytes),
+            ),
             _credentials(config),
             warning,
         )

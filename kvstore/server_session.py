@@ -13,21 +13,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore.errors import CapacityError, ClosedError, InvalidRequest
+from kvstore.identity import PUBLIC_TENANT
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.staging_pool import StagingSlots
+from kvstore.tenant_holds import HeldPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence, Set
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.identity import Identity
     from kvstore.lease import Match
     from kvstore.reservation import Commit, Reservation
     from kvstore.session import Session
+    from kvstore.tenant_holds import TenantHolds
     from kvstore.tiers.host_tier import Staging
 
 MATCHES_MAX = 4096
@@ -76,6 +78,7 @@ class ServerSession:
         staging: Staging | None,
         staging_bytes: int,
         limit_bytes: int,
+        holds: TenantHolds,
         clock: Callable[[], float],
         gone: Callable[[ServerSession], None],
     ) -> None:
@@ -89,6 +92,7 @@ class ServerSession:
         self.staging = staging
         self.last_sign_s = clock()
         self._limit_bytes = limit_bytes
+        self._holds = holds
         self._clock = clock
         self._gone = gone
         self._lock = threading.Lock()
@@ -97,8 +101,7 @@ class ServerSession:
         self._reservations: dict[int, HeldReservation] = {}
         self._slots = StagingSlots(staging_bytes, session.spec.page_bytes)
         self._prompt_bytes = 0
-        self._leases = np.zeros(0, np.int32)  # matches that hold each page of the page table
-        self._leased_pages = 0
+        self._leased = HeldPages()
         self._commits = 0
         self._ended = False
 
@@ -108,16 +111,22 @@ class ServerSession:
 
     def match(self, tokens: bytes, extras: dict[int, bytes], after: int) -> HeldMatch | None:
         """Look up and lease; None when nothing matched. `after`: go on from that match's chain."""
-        if after:
-            with self._lock:
-                earlier = self._match(after)
-                tokens = earlier.tokens + tokens
-                extras = earlier.extras | extras
+        tokens, extras = self.longer(after, tokens, extras)
         found = self.session.match(tokens, extras)
         if not found.pages:
             found.release()
             return None
         return self._hold(found, tokens, extras)
+
+    def longer(
+        self, after: int, tokens: bytes, extras: dict[int, bytes]
+    ) -> tuple[bytes, dict[int, bytes]]:
+        """A prompt that goes on from an earlier match's chain; as it is without one (0)."""
+        if not after:
+            return tokens, extras
+        with self._lock:
+            earlier = self._match(after)
+        return earlier.tokens + tokens, earlier.extras | extras
 
     @contextmanager
     def using(self, number: int) -> Iterator[HeldMatch]:
@@ -147,36 +156,45 @@ class ServerSession:
             for held in ending:
                 held.released = True
                 self._prompt_bytes -= len(held.tokens)
-                self._leases[held.pages] -= 1
-                self._leased_pages -= int(np.count_nonzero(self._leases[held.pages] == 0))
+                self._leased.remove(held.pages, self.session.spec.page_bytes)
+                self._holds.unlease(held.pages, self.session.spec.page_bytes)
             idle = [held for held in ending if held.users == 0]
         for held in idle:
             held.match.release()
 
     def reserve(
-        self, tokens: bytes, extras: dict[int, bytes], deadline_s: float
+        self, tokens: bytes, extras: dict[int, bytes], deadline_s: float, after: int = 0
     ) -> HeldReservation:
-        """Slots to write, as many as fit in staging; number 0 when there is nothing to write."""
+        """Slots to write, as many as fit in staging; number 0 when there is nothing to write.
+
+        `after`: the prompt goes on from that match's chain.
+        """
+        tokens, extras = self.longer(after, tokens, extras)
         with self._lock:
             self._require_open()
             if len(self._reservations) >= RESERVATIONS_MAX:
                 raise CapacityError(f"{RESERVATIONS_MAX} reservations are open in this session")
+            self._holds.begin_reservation()
             limit = self._slots.free
             offsets = self._slots.take(limit)  # nobody else gets them meanwhile
-        wanted = 0
+        wanted = number = 0
         try:
             made = self.session.reserve(tokens, extras, deadline_s=deadline_s, limit=limit)
             wanted = made.count
+            number = next(self._numbers) if wanted or made.reason == "present" else 0
         finally:
             with self._lock:
                 self._slots.give_back(offsets[wanted:])
-        number = next(self._numbers) if wanted or made.reason == "present" else 0
+                if not number:
+                    self._holds.end_reservation()
         held = HeldReservation(number, made, offsets[:wanted], self._clock())
         with self._lock:
             if not self._ended:
                 if number:
                     self._reservations[number] = held
                 return held
+            if number:
+                self._holds.end_reservation()
         made.abort()
         raise UnknownHandle("the session has ended")
 
@@ -195,6 +213,7 @@ class ServerSession:
             held.reservation.abort()
             with self._lock:
                 self._slots.give_back(held.offsets)
+                self._holds.end_reservation()
                 self._commits -= 1
                 last = self._ended and self._commits == 0
             if last:
@@ -221,6 +240,7 @@ class ServerSession:
             held = self._reservations.pop(number, None)
             if held is not None:
                 self._slots.give_back(held.offsets)
+                self._holds.end_reservation()
         if held is not None:
             held.reservation.abort()
 
@@ -232,6 +252,19 @@ class ServerSession:
         for number in old:
             self.abort(number)
         return len(old)
+
+    def give_back_leases(self, tenants: Set[str]) -> int:
+        """End the leases on pages of these tenants, as far as this session may read them; how many.
+
+        What a client copies meanwhile it drops, if the page has moved: its generation tells.
+        """
+        readable = {self.identity.tenant}
+        if self.session.public_root is not None:
+            readable.add(PUBLIC_TENANT)
+        with self._lock:
+            numbers = list(self._matches) if readable & tenants else []
+        self.release(numbers)
+        return len(numbers)
 
     def end(self) -> None:
         """Release and give up all that is not being worked on this moment; no call works after."""
@@ -293,17 +326,9 @@ class ServerSession:
 
     def _count(self, found: Match) -> int:
         """Count a match's pages and shorten it to those that fit; how many are left."""
-        pages = found.page_ids
-        largest = int(pages.max())
-        if largest >= len(self._leases):
-            self._leases = np.concatenate([self._leases, np.zeros(largest + 1, np.int32)])
-        fresh = self._leases[pages] == 0
-        room = self._limit_bytes // self.session.spec.page_bytes - self._leased_pages
-        more = int(np.count_nonzero(fresh))
-        if more > room:
-            found.keep(int(np.cumsum(fresh).searchsorted(room, "right")))
-            pages = found.page_ids
-            more = int(np.count_nonzero(fresh[: len(pages)]))
-        self._leases[pages] += 1
-        self._leased_pages += more
-        return len(pages)
+        pages, page_bytes = found.page_ids, self.session.spec.page_bytes
+        fitting = self._leased.fitting(pages, page_bytes, self._limit_bytes)
+        fitting = self._holds.lease(pages[:fitting], page_bytes)
+        self._leased.add(pages[:fitting], page_bytes)
+        found.keep(fitting)
+        return fitting

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore._version import __version__
 from kvstore.errors import CapacityError, InvalidRequest
+from kvstore.identity import NotAuthenticated
 from kvstore.kvstore_pb2 import (
     AbortReply,
     AttachReply,
@@ -141,11 +142,17 @@ class Servicer:
         over = False  # by our will
         try:
             for beat in beats:
+                call.confirm()
                 sessions.add(self._registry.find(beat.session, call.identity))
                 yield Beat(session=beat.session, boot_epoch=self._boot_epoch)
                 over = self._draining or time.monotonic() > until
                 if over:
                     return
+        except NotAuthenticated:
+            over = True  # they go on if their client soon shows another credential
+            for session in sessions:
+                self._registry.doubt(session)
+            raise
         finally:
             with self._lock:
                 self._streams.discard(call.context)
@@ -176,9 +183,12 @@ class Servicer:
     def match(self, request: messages.MatchRequest, call: Call) -> MatchReply:
         """Look up and lease."""
         session = self._registry.find(request.session, call.identity)
-        extras = _extras(request.extras) if request.HasField("extras") else {}
+        extras = extras_of(request.extras) if request.HasField("extras") else {}
         held = session.match(_tokens(request.tokens), extras, request.after_match)
         if held is None:
+            return MatchReply()
+        if not call.context.is_active():  # nobody is there to release it
+            session.release([held.number])
             return MatchReply()
         places = self._places(held.match)
         return MatchReply(match=held.number, pages=held.match.pages, places=places)
@@ -199,8 +209,12 @@ class Servicer:
         """Room for pages that nobody has stored or is storing."""
         session = self._registry.find(request.session, call.identity)
         wait_s = call.wait_s(request.deadline_s)
-        held = session.reserve(_tokens(request.tokens), _extras(request.extras), wait_s)
+        extras = extras_of(request.extras)
+        held = session.reserve(_tokens(request.tokens), extras, wait_s, request.after_match)
         made = held.reservation
+        if not call.context.is_active():  # nobody is there to fill it
+            session.abort(held.number)
+            return ReserveReply()
         return ReserveReply(
             reservation=held.number,
             start=made.start,
@@ -223,21 +237,27 @@ class Servicer:
 
     def flush(self, request: messages.FlushRequest, call: Call) -> FlushReply:
         """Wait until all that was committed is on disk."""
+        wait_s = call.wait_s(request.deadline_s)
+        if not request.session:
+            return FlushReply(done=self._store.flush(wait_s))
         session = self._registry.find(request.session, call.identity)
-        return FlushReply(done=session.session.flush(call.wait_s(request.deadline_s)))
+        return FlushReply(done=session.session.flush(wait_s))
 
     def pin(self, request: messages.PinRequest, call: Call) -> PinReply:
         """Keep a chain."""
         session = self._registry.find(request.session, call.identity)
-        extras = _extras(request.extras)
-        pages = session.session.pin(_tokens(request.tokens), request.ttl_s, extras)
-        return PinReply(pages=pages)
+        tokens, extras = session.longer(
+            request.after_match, _tokens(request.tokens), extras_of(request.extras)
+        )
+        return PinReply(pages=session.session.pin(tokens, request.ttl_s, extras))
 
     def unpin(self, request: messages.UnpinRequest, call: Call) -> UnpinReply:
         """Keep it no longer."""
         session = self._registry.find(request.session, call.identity)
-        extras = _extras(request.extras)
-        return UnpinReply(pages=session.session.unpin(_tokens(request.tokens), extras))
+        tokens, extras = session.longer(
+            request.after_match, _tokens(request.tokens), extras_of(request.extras)
+        )
+        return UnpinReply(pages=session.session.unpin(tokens, extras))
 
     def read_pages(self, request: messages.ReadPagesHeader, call: Call) -> Iterator[bytes]:
         """Pages [start, stop) of a match, as raw bytes in pieces; they are leased meanwhile."""
@@ -281,12 +301,13 @@ def _header(message: bytes) -> WritePagesHeader:
 
 def _tokens(tokens: bytes) -> bytes:
     """Checks what checked_tokens() takes for granted in bytes of its own process."""
-    if len(tokens) % TOKEN_BYTES or (np.frombuffer(tokens, "<i4") < 0).any():
+    if len(tokens) % TOKEN_BYTES or (tokens and np.frombuffer(tokens, "<i4").min() < 0):
         raise InvalidRequest("tokens: int32 ids of at least 0, little-endian, are needed")
     return tokens
 
 
-def _extras(extras: messages.Extras) -> dict[int, bytes]:
+def extras_of(extras: messages.Extras) -> dict[int, bytes]:
+    """Extras by page index."""
     if len(extras.page_index) != len(extras.content):
         raise InvalidRequest("extras: as many contents as page indices are needed")
     return dict(zip(extras.page_index, extras.content, strict=True))

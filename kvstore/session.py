@@ -13,16 +13,17 @@ from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 from kvstore.reservation import LIMIT, PRESENT, Reservation, Run
 from kvstore.state import NO_PAGE
+from kvstore.tenant_usage import refuse_pin_over_quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
     from kvstore.evictor import Evictor
+    from kvstore.redis_share import RedisShare
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Chain
     from kvstore.spec import CacheSpec
@@ -48,6 +49,8 @@ class Session:
         evictor: Evictor,
         stager: Stager | None,
         disk_writer: DiskWriter | None,
+        public_root: bytes | None = None,
+        share: RedisShare | None = None,
     ) -> None:
         self.state = state
         self.spec = spec
@@ -55,9 +58,12 @@ class Session:
         self.tenant = tree.tenant
         self.stager = stager
         self.disk_writer = disk_writer
+        self.share = share
         self.tree = tree
+        self.public_root = public_root  # of a tree to find pages in, too
         self._evictor = evictor
         self._held: set[Match | Reservation] = set()
+        self._runs: dict[bytes, Reservation] = {}  # open ones by the key of their first page
         self._closed = False
         with state.lock:
             self.writer_id = state.writer_id(writer)
@@ -69,21 +75,29 @@ class Session:
         that also decide a page's KV, by page index. Raises InvalidRequest for malformed input.
         """
         values, more = checked_tokens(tokens), checked_extras(extras)
-        state = self.state
+        found = self._match(values, more)
+        if self.share is not None and self.share.finder.look(self.tree, values, more, found.pages):
+            shorter, found = found, self._match(values, more, counted=found.pages)
+            shorter.release()
+        return found
+
+    def _match(self, values: bytes, more: dict[int, bytes], *, counted: int | None = None) -> Match:
+        """Look up and lease; `counted`: the pages of this same look-up that are counted already."""
+        state, counters, known = self.state, self.state.counters, counted or 0
         with state.lock:
             self.require_open()
-            now = state.clock()
-            pages = self._stored(values, more)
-            counters = state.counters
-            counters.lookups += 1
-            counters.lookup_tokens += len(values) // TOKEN_BYTES
+            pages = self._found(values, more)
+            if counted is None:
+                counters.lookups += 1
+                counters.lookup_tokens += len(values) // TOKEN_BYTES
             if len(pages):
                 state.index.lease(int(pages[-1]))
-                state.index.touch(pages, now)
-                counters.lookup_hits += 1
-                counters.hit_tokens += len(pages) * self.spec.page_tokens
+                state.index.touch(pages[known:], state.clock())
+                counters.lookup_hits += not known
+                counters.hit_tokens += max(0, len(pages) - known) * self.spec.page_tokens
             found = Match(self, pages)
-            self._held.add(found)
+            if len(pages):  # a miss holds nothing, and its release would say nothing
+                self._held.add(found)
         return found
 
     def reserve(
@@ -96,11 +110,13 @@ class Session:
     ) -> Reservation:
         """Slots for the pages of this prompt that nobody has stored or is storing.
 
-        The run starts after the longest stored chain. It is empty, with a reason, when all is
-        "present", when another writer has the next page ("in progress"), when no room could be made
-        within `deadline_s` seconds ("full"), or while the store is still reading its catalog
-        ("warming up"); it is shorter than asked, with a reason, when room ran out, or when there
-        are more than `limit` pages to write ("limit").
+        The run starts after the longest stored chain, or after what this session itself is writing
+        there: such runs are committed in order, and giving one up drops those after it. It is
+        empty, with a reason, when all is "present", when another writer has the next page ("in
+        progress"), when no room could be made within `deadline_s` seconds ("full"), when the
+        tenant has all that its quota allows and none of it can leave ("quota: ..."), or while the
+        store is still reading its catalog ("warming up"); it is shorter than asked, with a reason,
+        when room ran out, or when there are more than `limit` pages to write ("limit").
         """
         values, more = checked_tokens(tokens), checked_extras(extras)
         wait_s = checked_deadline(deadline_s)
@@ -125,6 +141,7 @@ class Session:
                 self.require_open()
             if made.count:
                 self._held.add(made)
+                self._runs[made.first_key] = made
             elif made.reason not in (PRESENT, LIMIT, "in progress"):
                 state.counters.reservations_refused += 1
             return made
@@ -138,13 +155,16 @@ class Session:
     def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
         """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has.
 
-        Pins end with the store. Pinning again replaces the time.
+        Pins end with the store. Pinning again replaces the time. QuotaError when the tenant would
+        hold more pages by pins than its pinned_pages_max.
+        Pages that only Redis has are not this store's to keep.
         """
         ttl = checked_deadline(ttl_s)
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
             self.require_open()
-            pages = self._stored(values, more)
+            pages = self.state.cut_remote(self._stored(values, more))
+            refuse_pin_over_quota(self.state, self.tenant, pages)
             if len(pages):
                 self.state.index.pin(int(pages[-1]), self.state.clock() + ttl)
             return len(pages)
@@ -173,7 +193,7 @@ class Session:
     def last_page(self, chain: Chain) -> int:
         """The deepest page of a stored chain, NO_PAGE if it has gone. The lock is held."""
         tokens, extras = chain
-        pages = self._stored(tokens, extras)
+        pages = self.state.cut_remote(self._stored(tokens, extras))
         whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
         return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
 
@@ -187,21 +207,27 @@ class Session:
         """A match or reservation has ended."""
         with self.state.lock:
             self._held.discard(item)
+            if isinstance(item, Reservation):
+                self._runs.pop(item.first_key, None)
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _stored(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
         """The longest chain of a prompt that a look-up may find. The lock is held."""
         return self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
+
+    def _found(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
+        """The longest chain that this session may read: its own, unless a public one is longer."""
+        mine = self._stored(tokens, extras)
+        if self.public_root is None:
+            return mine
+        state = self.state
+        public = state.cut_condemned(state.index.match(self.public_root, tokens, extras))
+        return public if len(public) > len(mine) else mine
 
     def _try_reserve(
         self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int, limit: int | None
@@ -212,12 +238,17 @@ class Session:
         if not state.warm:
             return self._nothing(0, "warming up")
         found = state.index.match(self.root, tokens, extras)
-        start = len(found)
+        own = state.cut_remote(found)
+        if len(own) < len(found) and not state.drop_remote(int(found[len(own)])):
+            return self._nothing(len(own), "in progress")  # somebody brings these pages here
+        found, start = own, len(own)
         if start >= total:
             run = Run(start, NO_PAGE, b"", {}, b"", ())
             return Reservation(self, run, PRESENT, (tokens, extras))
         if state.condemned and len(state.cut_condemned(found)) < start:
             return self._nothing(start, "in progress")
+        parent = int(found[-1]) if start else NO_PAGE
+        before, start = self._own_run(keys, start)
         stop = self._free_until(keys, start, total)
         if stop == start:
             return self._nothing(start, "in progress")
@@ -229,16 +260,18 @@ class Session:
         behind = self._disk_behind(stop - start)
         if behind:
             return self._nothing(start, behind)
-        parent = int(found[-1]) if start else NO_PAGE
+        if before is not None:
+            parent = NO_PAGE  # it gets one when the run before it is published
         if parent != NO_PAGE:
             state.index.lease(parent)
         slots = self._take_slots(stop - start)
         if not slots:
             if parent != NO_PAGE:
                 state.index.unlease(parent)
-            return self._nothing(start, "full")
+            return self._nothing(start, self._why_no_slots())
         reason = LIMIT if is_limited else ("in progress" if stop < total else "")
-        reason = "full" if len(slots) < stop - start else reason
+        if len(slots) < stop - start:
+            reason = self._why_no_slots()
         stop = start + len(slots)
         run = Run(
             start=start,
@@ -250,10 +283,21 @@ class Session:
         )
         for key in _split(run.keys):
             state.pending.add((self.root, key))
-        return Reservation(self, run, reason)
+        return Reservation(self, run, reason, before=before)
 
     def _nothing(self, start: int, reason: str) -> Reservation:
         return Reservation(self, Run(start, NO_PAGE, b"", {}, b"", ()), reason)
+
+    def _own_run(self, keys: bytes, start: int) -> tuple[Reservation | None, int]:
+        """The last of this session's open runs that follow each other from `start` on, and its
+        end."""
+        last = None
+        while run := self._runs.get(keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]):
+            end = start + run.count
+            if keys[start * KEY_BYTES : end * KEY_BYTES] != run.keys:
+                break
+            last, start = run, end
+        return last, start
 
     def _free_until(self, keys: bytes, start: int, total: int) -> int:
         """The first page from `start` on that another reservation is writing."""
@@ -271,16 +315,17 @@ class Session:
         wanted = writer.dirty_bytes + pages * self.spec.page_bytes
         return "disk behind" if wanted > self.state.config.dirty_bytes_max else ""
 
+    def _why_no_slots(self) -> str:
+        return self._evictor.why_no_host(self.tenant, self.spec.page_bytes)
+
     def _take_slots(self, count: int) -> list[int]:
-        state, size = self.state, self.spec.page_bytes
-        if state.host is None:
-            return []
-        slots = state.host.reserve(self.tenant, size, count)
+        size = self.spec.page_bytes
+        slots = self._evictor.take_host(self.tenant, size, count)
         while len(slots) < count:
             wanted = count - len(slots)
             if self._evictor.make_room_host(self.tenant, size, wanted) == 0:
                 break
-            slots += state.host.reserve(self.tenant, size, wanted)
+            slots += self._evictor.take_host(self.tenant, size, wanted)
         return slots
 
 

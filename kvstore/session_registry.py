@@ -14,18 +14,25 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CapacityError
+from kvstore.identity import PUBLIC_TENANT
 from kvstore.server_session import ServerSession, UnknownHandle
+from kvstore.shares import room_beside
 from kvstore.staging_pool import SESSION_BYTES_MAX, StagingPool
+from kvstore.tenant_holds import TenantHolds
+from kvstore.tenants import Quota
 from kvstore.wire import SESSION_BYTES, SILENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvstore.identity import Identity
     from kvstore.spec import CacheSpec
     from kvstore.store import Store
 
 SHARE_OF_ARENA = 0.25  # that one session may keep from moving
+DOUBT_S = 2.0  # for a client whose credential was changed to come with the new one
+STAGING_PART_MAX = 4  # of a tenant's host_bytes_max
+NO_QUOTA = Quota()
 STAGING_SHARE = 8  # a session without staging may have so small a part of the arena in writing
 
 _log = logging.getLogger("kvstore.server")
@@ -40,9 +47,13 @@ class SessionRegistry:
         staging: StagingPool,
         *,
         sessions_max: int,
+        quotas: Callable[[], Mapping[str, Quota]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """quotas: of all tenants, as they are now; empty where there are none."""
         self._store = store
+        self._quotas = quotas
+        self._holds: dict[str, TenantHolds] = {}
         self._staging = staging
         self._sessions_max = sessions_max
         self._clock = clock
@@ -61,15 +72,51 @@ class SessionRegistry:
     def open(
         self, identity: Identity, spec: CacheSpec, *, salt: bytes, writer: str, shared_memory: bool
     ) -> ServerSession:
-        """A new session; CapacityError when there are too many."""
+        """A new session; CapacityError when there are too many, QuotaError for the tenant's."""
+        holds = self._begin(identity.tenant)
+        try:
+            made = self._make(identity, spec, holds, salt, writer, shared_memory)
+        except BaseException:
+            holds.end_session()
+            raise
         with self._lock:
-            if len(self._sessions) >= self._sessions_max:
-                raise CapacityError(f"{self._sessions_max} sessions are open; raise sessions_max")
+            self._sessions[made.name] = made
+        return made
+
+    def _begin(self, tenant: str) -> TenantHolds:
+        """Count a session that is about to open."""
+        with self._lock:
+            holds = self._holds.setdefault(tenant, self._holds_of(tenant))
+            used = {name: each.sessions for name, each in self._holds.items()}
+            if not room_beside(tenant, used, self._sessions_max, self._quotas()):
+                raise CapacityError(
+                    f"{self._sessions_max} sessions can be open, and some are kept for other "
+                    "tenants; raise sessions_max"
+                )
+            holds.begin_session()
+            return holds
+
+    def _make(
+        self,
+        identity: Identity,
+        spec: CacheSpec,
+        holds: TenantHolds,
+        salt: bytes,
+        writer: str,
+        shared_memory: bool,
+    ) -> ServerSession:
+        quotas, tenant = self._quotas(), identity.tenant
         host_bytes = self._store.config.host_bytes
-        inner = self._store.session(spec, tenant=identity.tenant, salt=salt, writer=writer)
-        memory = self._staging.take(spec.page_bytes) if shared_memory else None
+        inner = self._store.session(
+            spec, tenant=tenant, salt=salt, writer=writer, public=PUBLIC_TENANT in quotas
+        )
+        memory = None
+        if shared_memory:
+            most = quotas[tenant].host_bytes_max if tenant in quotas else None
+            bytes_max = most // STAGING_PART_MAX if most is not None else None
+            memory = self._staging.take(spec.page_bytes, tenant, quotas, bytes_max)
         quota = max(min(SESSION_BYTES_MAX, host_bytes // STAGING_SHARE), spec.page_bytes + 4096)
-        made = ServerSession(
+        return ServerSession(
             secrets.token_bytes(SESSION_BYTES),
             identity,
             inner,
@@ -79,10 +126,25 @@ class SessionRegistry:
             limit_bytes=int(host_bytes * SHARE_OF_ARENA),
             clock=self._clock,
             gone=self._gone,
+            holds=holds,
         )
-        with self._lock:
-            self._sessions[made.name] = made
-        return made
+
+    def _holds_of(self, tenant: str) -> TenantHolds:
+        return TenantHolds(
+            tenant,
+            lambda: self._quotas().get(tenant, NO_QUOTA),
+            lambda: self._store.state.lease_bytes_max(tenant),
+        )
+
+    def held_by(self, tenant: str) -> dict[str, int]:
+        """What a tenant's sessions hold now, for Stats."""
+        holds = self._holds.get(tenant)
+        return {
+            "sessions": holds.sessions if holds is not None else 0,
+            "reservations": holds.reservations if holds is not None else 0,
+            "leased_bytes": holds.leased_bytes if holds is not None else 0,
+            "staging_bytes": self._staging.used_by(tenant),
+        }
 
     def find(self, name: bytes, identity: Identity) -> ServerSession:
         """A session by name; UnknownHandle when there is none of that name for this credential."""
@@ -91,6 +153,10 @@ class SessionRegistry:
             raise UnknownHandle("no such session; open a new one")
         found.sign_of_life()
         return found
+
+    def doubt(self, session: ServerSession) -> None:
+        """End a session soon, unless its client shows a good credential before."""
+        session.last_sign_s = min(session.last_sign_s, self._clock() - SILENCE_S + DOUBT_S)
 
     def end(self, session: ServerSession) -> None:
         """End a session; ending it again does nothing."""
@@ -104,12 +170,16 @@ class SessionRegistry:
     def sweep(self) -> None:
         """End silent sessions, and uploads that nobody goes on with."""
         now = self._clock()
+        wanted = self._store.state.take_wanted_back()
         for session in list(self._sessions.values()):
             if session.last_sign_s + SILENCE_S < now:
                 _log.warning("a session ended: nothing heard of its client for %g s", SILENCE_S)
                 self.end(session)
-            else:
-                session.sweep()
+                continue
+            session.sweep()
+            ended = session.give_back_leases(wanted) if wanted else 0
+            if ended:
+                _log.info("%d leases ended: another tenant needs its share of memory", ended)
 
     def end_all(self) -> None:
         """End every session."""
@@ -118,5 +188,6 @@ class SessionRegistry:
 
     def _gone(self, session: ServerSession) -> None:
         session.session.close()
+        self._holds[session.identity.tenant].end_session()
         if session.staging is not None:
-            self._staging.give_back(session.staging)
+            self._staging.give_back(session.staging, session.identity.tenant)

@@ -1,7 +1,8 @@
-"""Brings pages from disk into the arena: in the background, once for all who ask, verified.
+"""Brings pages from a slower tier to the arena: in the background, once for all who ask, verified.
 
 Every page being staged is leased by its entry. A page whose bytes fail their check is dropped with
-all below it: those can't be reached without it.
+all below it: those can't be reached without it. Each source has a stager of its own, so that a slow
+one never delays another; this one's is the disk, redis_stager.py's is Redis.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.state import DISK, HOST
+from kvstore.state import DISK, HOST, TIER_NAMES
 from kvstore.tiers.tier import ReadStatus, TierError, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from kvstore.evictor import Evictor
     from kvstore.state import StoreState, TreeInfo
-    from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.host_tier import HostTier
-    from kvstore.tiers.tier import PageRecord
+    from kvstore.tiers.tier import PageRecord, Tier
 
 GROUP_BYTES_MAX = 32 * 1024 * 1024
 GROUP_PAGES_MAX = 1024
@@ -37,7 +39,9 @@ _log = logging.getLogger("kvstore.disk")
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class Entry:
+    """A page on its way."""
+
     page: int
     waiters: int = 0
     started: bool = False
@@ -47,34 +51,42 @@ class _Entry:
 class Stager:
     """Queue and thread. All but the reads happens under the store's lock."""
 
-    def __init__(self, state: StoreState, disk: DiskTier, host: HostTier, evictor: Evictor) -> None:
+    _tier = DISK
+
+    def __init__(self, state: StoreState, source: Tier, host: HostTier, evictor: Evictor) -> None:
         self._state = state
-        self._disk = disk
+        self._source = source
         self._host = host
         self._evictor = evictor
-        self._queue: deque[_Entry] = deque()
-        self._entries: dict[int, _Entry] = {}
+        self._queue: deque[Entry] = deque()
+        self._entries: dict[int, Entry] = {}
         self._stopping = False
         self._errors_in_row = 0
         self._paused_until_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="kvstore-stager", daemon=True)
+        name = f"kvstore-stager-{TIER_NAMES[self._tier]}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def open_breaker(self) -> bool:
         return self._state.clock() < self._paused_until_s
 
-    def stage(self, pages: Sequence[int], deadline: float) -> None:
-        """Wait until pages (all leased by the caller, in chain order) are in the arena, or failed,
-        or `deadline` (store's clock) has passed. Look at the index for what became of them."""
+    def begin(self, pages: Sequence[int]) -> list[Entry]:
+        """Ask for pages of this source, all leased by the caller, in chain order; then wait()."""
         state = self._state
         with state.lock:
             if self.open_breaker:
-                return
+                return []
             table = state.index.table
             # Look again: another request may have staged some since the caller looked.
             missing = [page for page in pages if not (table.state[page] >> HOST) & 1]
-            entries = [self._join(page) for page in missing]
+            return [self._join(page) for page in missing]
+
+    def wait(self, entries: Sequence[Entry], deadline: float) -> None:
+        """Wait until what begin() gave is in the arena, or failed, or `deadline` (store's clock)
+        has passed. Look at the index for what became of the pages."""
+        state = self._state
+        with state.lock:
             while not state.closed and any(not entry.done for entry in entries):
                 left = deadline - state.clock()
                 if left <= 0:
@@ -92,10 +104,10 @@ class Stager:
         self._thread.join(max(0.1, deadline - self._state.clock()))
         return not self._thread.is_alive()
 
-    def _join(self, page: int) -> _Entry:
+    def _join(self, page: int) -> Entry:
         entry = self._entries.get(page)
         if entry is None:
-            entry = _Entry(page)
+            entry = Entry(page)
             self._entries[page] = entry
             self._queue.append(entry)
             self._state.index.lease(page)
@@ -120,13 +132,14 @@ class Stager:
                 entries = self._pop_group()
                 slots = self._reserve(entries)
                 records = [state.record(entry.page) for entry in entries]
-                places = [int(state.index.table.slot[DISK][entry.page]) for entry in entries]
+                column = state.index.table.slot[self._tier]
+                places = [int(column[entry.page]) for entry in entries]
             self._read_group(entries, slots, records, places)
 
-    def _pop_group(self) -> list[_Entry]:
+    def _pop_group(self) -> list[Entry]:
         """The next entries somebody still waits for; the others are given up."""
         table = self._state.index.table
-        group: list[_Entry] = []
+        group: list[Entry] = []
         size = 0
         while self._queue and len(group) < GROUP_PAGES_MAX and size < GROUP_BYTES_MAX:
             entry = self._queue.popleft()
@@ -138,11 +151,11 @@ class Stager:
             group.append(entry)
         return group
 
-    def _reserve(self, entries: list[_Entry]) -> list[int]:
+    def _reserve(self, entries: list[Entry]) -> list[int]:
         """An arena slot for each entry, in order; entries without one are given up."""
         state = self._state
         slots: list[int] = []
-        placed: list[_Entry] = []
+        placed: list[Entry] = []
         full: set[bytes] = set()  # trees for whose pages there is no room now
         for entry in entries:
             info = state.trees[state.index.root_of(entry.page)]
@@ -165,13 +178,13 @@ class Stager:
     def _one_slot(self, info: TreeInfo) -> list[int]:
         """One slot of the arena; none for pages that never fit, which are misses in this store."""
         try:
-            return self._host.reserve(info.tenant, info.page_bytes, 1)
+            return self._evictor.take_host(info.tenant, info.page_bytes, 1)
         except TierError:
             return []
 
     def _read_group(
         self,
-        entries: list[_Entry],
+        entries: list[Entry],
         slots: list[int],
         records: list[PageRecord],
         places: list[int],
@@ -183,33 +196,42 @@ class Stager:
             for slot, record in zip(slots, records, strict=True)
         ]
         try:
-            statuses = self._disk.read_many(places, records, buffers)
+            statuses = self._source.read_many(places, records, buffers)
         except TierError as exc:
-            _log.warning("disk tier: read failed: %s", exc)
+            _log.warning("%s tier: read failed: %s", TIER_NAMES[self._tier], exc)
             statuses = [ReadStatus.ERROR] * len(entries)
         except Exception:  # our bug; the thread must live on, or every later stage would wait
-            _log.exception("disk tier: read failed")
+            _log.exception("%s tier: read failed", TIER_NAMES[self._tier])
             statuses = [ReadStatus.ERROR] * len(entries)
         del buffers
         with self._state.lock:
             self._publish(entries, slots, statuses)
 
-    def _publish(self, entries: list[_Entry], slots: list[int], statuses: list[ReadStatus]) -> None:
+    def _publish(self, entries: list[Entry], slots: list[int], statuses: list[ReadStatus]) -> None:
         state = self._state
-        state.counters.disk_reads += len(entries)
-        good = [i for i, status in enumerate(statuses) if status is ReadStatus.OK]
+        good = self._usable([entry.page for entry in entries], statuses)
         if good:
             self._host.publish_many([slots[i] for i in good])
             pages = np.array([entries[i].page for i in good], dtype=np.int32)
             state.index.set_tier(pages, HOST, np.array([slots[i] for i in good], dtype=np.int64))
             state.counters.pages_staged += len(good)
-        bad = [slots[i] for i, status in enumerate(statuses) if status is not ReadStatus.OK]
+            self._arrived(pages)
+        used = set(good)
+        bad = [slot for i, slot in enumerate(slots) if i not in used]
         if bad:
             self._host.free_many(bad)
         self._finish(entries)
         for entry, status in zip(entries, statuses, strict=True):
             self._account(entry.page, status)
         state.changed.notify_all()
+
+    def _usable(self, pages: list[int], statuses: list[ReadStatus]) -> list[int]:
+        """Which of the pages that were read may be published, by position."""
+        self._state.counters.disk_reads += len(pages)
+        return [i for i, status in enumerate(statuses) if status is ReadStatus.OK]
+
+    def _arrived(self, pages: NDArray[np.int32]) -> None:
+        """Pages are in the arena now, and still in their source."""
 
     def _account(self, page: int, status: ReadStatus) -> None:
         counters = self._state.counters
@@ -229,6 +251,8 @@ class Stager:
             return
         if status is ReadStatus.CORRUPT:
             counters.corrupt_pages += 1
+        elif status is ReadStatus.LOCKED:
+            counters.key_missing += 1
         else:
             counters.stale_pages += 1
         # An earlier page of the group may have taken this one along.
@@ -238,7 +262,7 @@ class Stager:
             )
             self._state.drop_subtree(page)
 
-    def _finish(self, entries: list[_Entry]) -> None:
+    def _finish(self, entries: list[Entry]) -> None:
         for entry in entries:
             entry.done = True
             del self._entries[entry.page]

@@ -13,25 +13,30 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore.errors import ClosedError
-from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE
+from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS, rows_of
+from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.config import StoreConfig
     from kvstore.prefix_index.index import PrefixIndex
+    from kvstore.shares import Tenancy
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.eviction import LruPolicy
     from kvstore.tiers.host_tier import HostTier
+    from kvstore.tiers.redis_tier import RedisTier
 
-__all__ = ["DISK", "HOST", "NO_PAGE", "TIER_NAMES", "Counters", "StoreState", "TreeInfo"]
+__all__ = ["DISK", "HOST", "NO_PAGE", "REDIS", "TIER_NAMES", "Counters", "StoreState", "TreeInfo"]
 
-TIER_NAMES = ("host", "disk")
+TIER_NAMES = ("host", "disk", "redis")
+LOCAL_BITS = (1 << LOCAL_TIERS) - 1
 WRITERS_MAX = 65_536
 SEQUENCE_BITS = 40  # of a page's sequence number; the bits above name the boot that made it
 
@@ -65,11 +70,25 @@ class Counters:
     demotions: int = 0
     corrupt_pages: int = 0
     stale_pages: int = 0
+    key_missing: int = 0  # encrypted pages whose key is gone
     disk_read_errors: int = 0
     host_evictions: int = 0
     disk_evictions: int = 0
     pages_dropped: int = 0  # left their last tier
     reservations_refused: int = 0
+    slots_recovered: int = 0  # in use and of no page: given back by the housekeeper
+    pins_broken: int = 0  # on borrowed bytes that another tenant took within its share
+    redis_lookups: int = 0  # prompts that Redis was asked about
+    redis_hits: int = 0  # of them, those of which it had more than the store
+    redis_lookup_timeouts: int = 0
+    redis_pages_found: int = 0
+    redis_pages_read: int = 0
+    redis_pages_written: int = 0
+    redis_pages_present: int = 0  # need no writing: another store had
+    redis_dropped: int = 0  # not written: the queue was full, or Redis out of reach or memory
+    redis_bad_pages: int = 0  # altered, cut or misplaced in Redis
+    redis_errors: int = 0
+    redis_breaker_opened: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -107,6 +126,15 @@ class StoreState:
     # On disk, no page's any more: to be freed, or wiped and freed, without holding the lock.
     unused_slots: list[int] = field(default_factory=list)
     wiped_slots: list[int] = field(default_factory=list)
+    # Pages that Redis has are in the index while somebody needs them. Such a page is in no other
+    # tier, and neither is any below it: so what Redis loses never costs a page of this store.
+    redis: RedisTier | None = None
+
+    tenancy: Tenancy = NO_QUOTAS
+    disk_use: dict[str, int] = field(default_factory=dict)  # bytes of slots on disk, by tenant
+    staging_use: Callable[[str], int] = lambda tenant: 0  # bytes, besides the arena
+    # Tenants above their share whose leases keep others from theirs: a server ends some of them.
+    wanted_back: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -120,6 +148,21 @@ class StoreState:
             )
         if self.closed:
             raise ClosedError("the store is closed; open it again with Store.open()")
+
+    def lease_bytes_max(self, tenant: str) -> int | None:
+        """Bytes of pages that a tenant's sessions together may keep from moving: its share of the
+        arena, or one extent if that is more. None: nobody has a share."""
+        if tenant not in self.tenancy.quotas or self.host is None:
+            return None
+        return max(self.tenancy.host.share(tenant), self.host.extent_bytes)
+
+    def take_wanted_back(self) -> set[str]:
+        """Tenants above their shares whose leases keep another from its share, since last asked."""
+        if not self.wanted_back:
+            return set()
+        with self.lock:
+            wanted, self.wanted_back = self.wanted_back, set()
+        return wanted
 
     @property
     def host_populated(self) -> bool:
@@ -168,7 +211,7 @@ class StoreState:
 
     def in_tier(self, pages: NDArray[np.int32], tier: int) -> NDArray[np.bool_]:
         """Which of these pages are in a tier."""
-        here: NDArray[np.bool_] = (self.index.table.state[pages] >> tier) & 1 == 1
+        here: NDArray[np.bool_] = (self.index.table.state[rows_of(pages)] >> tier) & 1 == 1
         return here
 
     def resident_pages(self, tier: int) -> int:
@@ -222,8 +265,9 @@ class StoreState:
             self.unwritten.discard(page)
         self.leave_host(pages)
         self.leave_disk(pages, wipe=wipe)
+        remote = self.leave_redis(pages)
         self.index.remove(pages)
-        self.counters.pages_dropped += len(pages)
+        self.counters.pages_dropped += len(pages) - remote
         self.changed.notify_all()
 
     def leave_host(self, pages: NDArray[np.int32]) -> int:
@@ -240,8 +284,67 @@ class StoreState:
             if self.on_left_disk is not None:
                 self.on_left_disk([self.index.table.key_of(page) for page in resident.tolist()])
             slots = self.wiped_slots if wipe else self.unused_slots
-            slots.extend(self.index.clear_tier(resident, DISK).tolist())
+            left = self.index.clear_tier(resident, DISK)
+            self.count_disk(resident, left, -1)
+            slots.extend(left.tolist())
         return len(resident)
+
+    def enter_disk(self, pages: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
+        """Pages are on disk now too."""
+        self.index.set_tier(pages, DISK, slots)
+        self.count_disk(pages, slots, 1)
+
+    def count_disk(self, pages: NDArray[np.int32], slots: NDArray[np.int64], sign: int) -> None:
+        """Keep `disk_use` in step: these live pages have come (1) to those slots, or left (-1)."""
+        for tenant, size in self.disk_bytes_by_tenant(pages, slots).items():
+            self.disk_use[tenant] = self.disk_use.get(tenant, 0) + sign * size
+
+    def disk_bytes_by_tenant(
+        self, pages: NDArray[np.int32], slots: NDArray[np.int64]
+    ) -> dict[str, int]:
+        """Bytes of the slots that these pages have on disk."""
+        found: dict[str, int] = {}
+        if self.disk is None or len(pages) == 0:
+            return found
+        groups = self.index.by_root(pages)
+        for root, ids in groups:
+            tenant = self.trees[root].tenant
+            mine = slots if len(groups) == 1 else slots[np.isin(pages, ids)]
+            found[tenant] = found.get(tenant, 0) + self.disk.slots_bytes(mine)
+        return found
+
+    def leave_redis(self, pages: NDArray[np.int32]) -> int:
+        """Know no longer that Redis has those of `pages` that it has; how many there were."""
+        resident = pages[self.in_tier(pages, REDIS)]
+        if len(resident) and self.redis is not None:
+            self.redis.forget(self.index.clear_tier(resident, REDIS).tolist())
+        return len(resident)
+
+    def cut_remote(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The leading pages of a chain that this store has itself."""
+        if self.redis is None:
+            return pages
+        here = self.index.table.state[pages] & LOCAL_BITS != 0
+        return pages if here.all() else pages[: int(here.argmin())]
+
+    def drop_remote(self, page: int) -> bool:
+        """Forget a page that only Redis has, and all below it; False when someone needs them."""
+        pages = self.index.subtree(page)
+        if any(self.is_leased(item) for item in pages.tolist()):
+            return False
+        self.remove_pages(pages[::-1])
+        return True
+
+    def drop_idle_remote(self, idle_s: float) -> int:
+        """Forget pages that only Redis has and nobody asked for lately; how many."""
+        if self.redis is None or not self.redis.usage().used_slots:
+            return 0
+        now = self.clock()
+        pages = self.index.coldest(REDIS, now)
+        recent = self.index.table.last_use[pages] > now - idle_s
+        idle = pages[: int(recent.argmax())] if recent.any() else pages
+        self.remove_pages(idle)
+        return len(idle)
 
     def free_unused_slots(self) -> None:
         """Free what eviction left behind. Call it without the lock: it does I/O."""
@@ -263,10 +366,7 @@ class StoreState:
                 slots, self.wiped_slots = self.wiped_slots, []
             if self.disk is None:
                 return
-            if slots:
-                self.disk.free_many(slots, erase=True)
-            else:
-                self.disk.commit_frees()
+            self.disk.free_many(slots, erase=True)
 
     def forget_empty_trees(self) -> None:
         """Drop what is known of trees that have no page: salts would pile up otherwise."""

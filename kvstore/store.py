@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,73 +22,53 @@ from kvstore import inspection, removal
 from kvstore.config import StoreConfig
 from kvstore.disk_writer import DiskWriter
 from kvstore.errors import CapacityError, DirectoryError, InvalidRequest
+from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
 from kvstore.housekeeper import Housekeeper
+from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
+from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
-from kvstore.remembered import FILE_NAME, mark_of, remember, remembered, secret_mark
+from kvstore.redis_share import RedisShare
+from kvstore.remembered import remembered
 from kvstore.removal import Selection
-from kvstore.request import checked_deadline, checked_tokens
+from kvstore.request import (
+    checked_chain_id,
+    checked_deadline,
+    checked_extras,
+    checked_sequence,
+    checked_tokens,
+)
 from kvstore.session import Session
+from kvstore.shares import Tenancy
 from kvstore.spec import CacheSpec
 from kvstore.stager import Stager
 from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
-from kvstore.tenant import load_or_create_secret, load_secret, tenant_secret, tree_root
+from kvstore.store_opening import open_disk, open_host
+from kvstore.store_stats import Stats, stats_of
+from kvstore.tenant import tenant_secret, tree_root
+from kvstore.tenant_usage import usage, usages
 from kvstore.tiers.eviction import LruPolicy
-from kvstore.tiers.host_tier import HostTier
-from kvstore.tiers.tier import TierError
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Iterator, Mapping
 
+    from kvstore.event_log import PageEvent
     from kvstore.removal import Eviction
-    from kvstore.request import Tokens
-    from kvstore.tiers.disk_tier import DiskTier
+    from kvstore.request import Extras, Tokens
+    from kvstore.tenant_usage import TenantUsage
+    from kvstore.tenants import Quota
     from kvstore.tiers.file_layer import FileLayer
+    from kvstore.tiers.host_tier import HostTier
 
-DEFAULT_TENANT = "default"
 CLOSE_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 600.0
 USUAL_PAGE_BYTES = 1 << 20
 PAGES_EXPECTED_MAX = 4 << 20
 
 _log = logging.getLogger("kvstore.store")
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Bytes of one tier."""
-
-    name: str
-    capacity_bytes: int
-    allocated_bytes: int
-    used_bytes: int
-    pages: int
-    free_slots: int
-    state: str  # "ok", or what is wrong with it
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What is in the store and what happened since it was opened."""
-
-    directory: str
-    warm: bool
-    pages: int
-    nodes: int
-    index_bytes: int
-    trees: int
-    leases: int
-    pinned_pages: int
-    dirty_bytes: int
-    tiers: tuple[TierStats, ...]
-    counters: dict[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
-        return asdict(self)
 
 
 class Store:
@@ -100,28 +80,31 @@ class Store:
         Raises DirectoryError when the directory can't be used, CapacityError when the machine has
         not what is asked.
         """
-        disk, secret = _open_disk(config, files)
+        disk, secret, at_rest = open_disk(config, files)
         try:
-            host = _open_host(config, disk)
+            host = open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config))
             self.state = StoreState(
                 config, index, host, disk, LruPolicy(), secret or secrets.token_bytes(32)
             )
+            if disk is not None:
+                remember_opening(config, self.state.secret, at_rest)
         except BaseException:
             if disk is not None:
                 disk.close()
             raise
         state = self.state
         self.config = config
+        self.events = EventLog(state)
         self._specs = SpecFolder(config.directory if disk is not None else None)
         self._writer = DiskWriter(state, disk) if disk is not None else None
         demote = self._writer.demote if self._writer is not None else _keep_nothing
         self._evictor = Evictor(state, demote)
         self._stager = Stager(state, disk, host, self._evictor) if disk is not None else None
+        self._share = self._open_share(host) if config.redis_url else None
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._warm_start: WarmStart | None = None
         if disk is not None and self._writer is not None:
-            remember(config, state.secret)
             state.next_sequence = (disk.boot_number << SEQUENCE_BITS) + 1
             self._writer.start(self._evictor)
             self._warm_start = WarmStart(state, disk)
@@ -183,10 +166,13 @@ class Store:
         tenant: str = DEFAULT_TENANT,
         salt: bytes = b"",
         writer: str = "",
+        public: bool = False,
     ) -> Session:
         """Work with pages of `spec` as `tenant`. `salt` keeps prompts apart within a tenant.
 
         writer: a name to remember with each page, so that a bad writer's pages can be evicted.
+        public: look-ups also find what the tenant "public" has stored; not with a salt, which asks
+        for prompts to be kept apart.
         """
         self.state.require_open()
         if not isinstance(spec, CacheSpec):
@@ -210,6 +196,8 @@ class Store:
             evictor=self._evictor,
             stager=self._stager,
             disk_writer=self._writer,
+            public_root=self._public_root(spec, tenant) if public and not salt else None,
+            share=self._share,
         )
         self._sessions.add(session)
         return session
@@ -221,15 +209,54 @@ class Store:
         return self._writer is not None and self._writer.flush(deadline)
 
     def evict(
-        self, selection: Selection, *, dry_run: bool = False, include_pinned: bool = False
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        include_pinned: bool = False,
+        erase_key: bool = False,
     ) -> Eviction:
-        """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
+        """Remove pages by prefix, tenant, namespace, writer or age, with all below them.
+
+        A prefix is one of the tree `root`, else of the whole `namespace` and the `tenant`.
+        With `erase_key`, first delete the key of the tenant that alone is selected, so that nothing
+        that is left of its pages on any disk or in a backup can be read; its pins do not hold then.
+        """
         self.state.require_open()
         if not isinstance(selection, Selection):
             raise InvalidRequest("evict: a Selection is needed, from kvstore.removal")
+        if selection.prefix is not None and selection.root is None and selection.namespace:
+            root = self.root(selection.namespace, selection.tenant or DEFAULT_TENANT)
+            selection = replace(selection, root=root)
+        if erase_key:
+            removal.erase_key(self.state, selection, dry_run=dry_run)
+            include_pinned = True
         return removal.evict(
-            self.state, self._writer, selection, dry_run=dry_run, include_pinned=include_pinned
+            self.state,
+            self._writer,
+            selection,
+            dry_run=dry_run,
+            include_pinned=include_pinned,
+            share=self._share,
         )
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """What each tenant is guaranteed and may have, from now on; see kvstore.tenants.Quota.
+
+        Raises ConfigError, and changes nothing, when a tier has less than is promised of it.
+        """
+        config = self.config
+        made = Tenancy.of(quotas, config.host_bytes, config.disk_bytes)
+        with self.state.lock:
+            self.state.tenancy = made
+
+    def tenant_usage(self, tenant: str) -> TenantUsage:
+        """What one tenant has now, beside its quota and shares."""
+        return usage(self.state, tenant)
+
+    def tenant_usages(self) -> list[TenantUsage]:
+        """The same of every tenant that has a quota or pages."""
+        return usages(self.state)
 
     def root(self, namespace: bytes, tenant: str = DEFAULT_TENANT, salt: bytes = b"") -> bytes:
         """The name of one radix tree, for Selection.root and explain()."""
@@ -251,46 +278,44 @@ class Store:
             )
         return inspection.chains(self.state, self._specs.models(), limit=limit, sort=sort)
 
-    def find_chain(
-        self, chain_id: str
-    ) -> list[tuple[inspection.Chain, list[inspection.PageFacts]]]:
+    def find_chain(self, chain_id: str) -> list[inspection.FoundChain]:
         """Chains that end in a page whose key begins with these hex digits, page by page."""
-        if not isinstance(chain_id, str) or not chain_id:
-            raise InvalidRequest("find_chain: hex digits are needed")
-        models = self._specs.models()
-        return [
-            (
-                inspection.chain_of(self.state, models, page),
-                inspection.page_facts(self.state, page),
-            )
-            for page in inspection.find_chain(self.state, chain_id)
-        ]
+        digits = checked_chain_id(chain_id)
+        texts, models = self._specs.texts(), self._specs.models()
+        return inspection.found_chains(self.state, digits, texts, models)
 
-    def explain(self, root: bytes, tokens: Tokens) -> inspection.Explanation:
-        """Why this prompt hits or misses in one tree; see root()."""
+    def explain(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: bytes,
+        tenant: str = DEFAULT_TENANT,
+        extras: Extras | None = None,
+    ) -> inspection.Explanation:
+        """Why this prompt hits or misses among a tenant's pages of one namespace."""
         self.state.require_open()
+        root = self.root(namespace, tenant)
         if root not in self.state.trees:
             raise InvalidRequest("explain: this store has no pages of that namespace and tenant")
-        return inspection.explain(self.state, root, checked_tokens(tokens))
+        return inspection.explain(self.state, root, checked_tokens(tokens), checked_extras(extras))
+
+    def watch(self, after_sequence: int = 0, *, tenant: str | None = None) -> Iterator[PageEvent]:
+        """What comes into a tier and leaves it from this call on, or after an event's number.
+
+        Ends when the store is closed. See PageEvent for "lost". tenant: only that one's events.
+        """
+        self.state.require_open()
+        return self.events.follow(checked_sequence(after_sequence), tenant)
 
     def stats(self) -> Stats:
         """Bytes, pages and counters now."""
         state = self.state
         with state.lock:
             state.require_open()
-            return Stats(
-                directory=str(self.config.directory or ""),
-                warm=state.warm,
-                pages=len(state.index),
-                nodes=state.index.nodes,
-                index_bytes=state.index.nbytes,
-                trees=len(state.trees),
-                leases=state.index.leases,
-                pinned_pages=len(state.index.pins),
-                dirty_bytes=self._writer.dirty_bytes if self._writer is not None else 0,
-                tiers=tuple(_tier_stats(state)),
-                counters=state.counters.to_dict(),
-            )
+            if self._share is not None:
+                self._share.count()
+            dirty = self._writer.dirty_bytes if self._writer is not None else 0
+            return stats_of(state, dirty)
 
     def check(self) -> None:
         """Walk index and tiers, recount, compare; raises AssertionError or TierError."""
@@ -303,6 +328,8 @@ class Store:
                 state.host.check()
         if state.disk is not None:
             state.disk.check()
+        if state.redis is not None:
+            state.redis.check()
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
         """Flush and close; False when the disk did not take all within `deadline_s` seconds."""
@@ -317,6 +344,8 @@ class Store:
             self._warm_start.stop(deadline)
         self._housekeeper.stop(deadline)
         done = self._stager.stop(deadline) if self._stager is not None else True
+        if self._share is not None:
+            self._share.stop(deadline)
         if self._writer is not None:
             done = self._writer.stop(deadline) and done
             state.free_unused_slots()
@@ -334,13 +363,21 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _public_root(self, spec: CacheSpec, tenant: str) -> bytes | None:
+        if tenant == PUBLIC_TENANT:
+            return None
+        return self.root(spec.namespace, PUBLIC_TENANT)
+
+    def _open_share(self, host: HostTier) -> RedisShare:
+        try:
+            return RedisShare(self.state, host, self._evictor, self._writer)
+        except BaseException:
+            if self.state.disk is not None:
+                self.state.disk.close()
+            raise
 
     def _tree(self, spec: CacheSpec, tenant: str, salt: bytes) -> TreeInfo:
         state = self.state
@@ -358,85 +395,3 @@ def _pages_expected(config: StoreConfig) -> int:
 def _keep_nothing(pages: object) -> int:
     """Demotion in a store without a disk: there is nowhere to go."""
     return 0
-
-
-def _open_disk(
-    config: StoreConfig, files: FileLayer | None
-) -> tuple[DiskTier | None, bytes | None]:
-    """The disk tier and the store secret; None where the store lives in memory only."""
-    if config.directory is None or config.disk_bytes == 0:
-        secret = load_secret(config.secret_file) if config.secret_file else None
-        return None, secret
-    from kvstore.tiers.disk_tier import DiskTier  # a memory-only store needs no LMDB
-
-    try:
-        disk = DiskTier.open(
-            list(config.segment_directories),
-            config.disk_bytes,
-            files,
-            io_threads=config.io_threads,
-            load=False,  # WarmStart does, in the background
-        )
-    except (TierError, OSError) as exc:
-        raise DirectoryError(f"{config.directory}: {exc}") from exc
-    try:
-        return disk, _secret(config)
-    except BaseException:
-        disk.close()
-        raise
-
-
-def _secret(config: StoreConfig) -> bytes:
-    """The store secret; DirectoryError when the pages here belong to another one."""
-    assert config.directory is not None
-    place = config.secret_file or config.directory / "secret"
-    noted = secret_mark(config.directory)
-    if config.secret_file is not None or (noted and place.exists()):
-        secret = load_secret(place)
-    elif noted:
-        raise DirectoryError(
-            f"{place} is missing: without it no page here can be found; restore it, or remove "
-            f"{config.directory / FILE_NAME} to start with a new one"
-        )
-    else:
-        secret = load_or_create_secret(place)
-    if noted and noted != mark_of(secret):
-        raise DirectoryError(
-            f"{place} is not the secret that the pages in {config.directory} belong to; restore "
-            f"it, or remove {config.directory / FILE_NAME} to go on without those pages"
-        )
-    return secret
-
-
-def _open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
-    boot = disk.boot_number if disk is not None else 1
-    try:
-        return HostTier(
-            config.host_bytes,
-            huge_pages=config.huge_pages,
-            boot_epoch=boot,
-            populate_wait_s=0.0,  # reserve() waits itself, without the lock
-        )
-    except TierError as exc:
-        raise CapacityError(str(exc)) from exc
-
-
-def _tier_stats(state: StoreState) -> list[TierStats]:
-    rows = []
-    for number, (name, medium) in enumerate((("host", state.host), ("disk", state.disk))):
-        if medium is None:
-            continue
-        usage = medium.usage()
-        problem = state.disk.problem if name == "disk" and state.disk is not None else ""
-        rows.append(
-            TierStats(
-                name=name,
-                capacity_bytes=usage.capacity_bytes,
-                allocated_bytes=usage.allocated_bytes,
-                used_bytes=usage.used_bytes,
-                pages=state.resident_pages(number),
-                free_slots=usage.free_slots,
-                state=problem or "ok",
-            )
-        )
-    return rows

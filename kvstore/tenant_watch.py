@@ -32,14 +32,21 @@ _log = logging.getLogger("kvstore.auth")
 class TenantWatch:
     """Holds the book of one file. Raises ConfigError when the file is bad at the start."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = monotonic,
+        check: Callable[[TenantBook], object] = lambda book: None,
+    ) -> None:
+        """check: raises ConfigError for a book that can't be used here."""
         self._path = path
+        self._check = check
         self._clock = clock
         self._looking = threading.Lock()
         self._looked = clock()
         # Taken before the read: a change in between is seen as one, and read again.
         self._stamp = _stamp(path)
-        self._book = load_tenants(path)
+        self._book = self._load()
 
     def book(self) -> TenantBook:
         """The tenants now. One caller a second looks at the file; the others do not wait."""
@@ -63,11 +70,19 @@ class TenantWatch:
             return
         self._stamp = stamp
         try:
-            self._book = load_tenants(self._path)
+            self._book = self._load()
         except ConfigError as exc:
             _log.error("tenant file: the last good one stays in force: %s", exc)
         else:
             _log.info("tenant file: read again, %d tenants", len(self._book.tenants))
+
+    def _load(self) -> TenantBook:
+        book = load_tenants(self._path)
+        try:
+            self._check(book)
+        except ConfigError as exc:
+            raise ConfigError(f"tenant file {self._path}: {exc}") from exc
+        return book
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.identity import Role
+from kvstore.identity import Role, misplaced
 from kvstore.private_file import locked_folder, read_private, replace_private
 from kvstore.quantity import shown
 from kvstore.tenant import check_name
@@ -109,8 +109,13 @@ class TenantBook:
         self.tenants: dict[str, Tenant] = dict(sorted((tenants or {}).items()))
         if len(self.tenants) > TENANTS_MAX:
             raise ConfigError(f"{len(self.tenants)} tenants; at most {TENANTS_MAX}")
+        self.quotas = {name: tenant.quota for name, tenant in self.tenants.items()}
         self._by_id: dict[str, tuple[Tenant, TokenRecord]] = {}
         for tenant in self.tenants.values():
+            for token in tenant.tokens:
+                problem = misplaced(tenant.name, token.role)
+                if problem:
+                    raise ConfigError(f"tenant {tenant.name}: token {token.id}: {problem}")
             if len(tenant.tokens) > TOKENS_MAX:
                 raise ConfigError(
                     f"tenant {tenant.name}: {len(tenant.tokens)} tokens; at most {TOKENS_MAX}"
@@ -141,6 +146,9 @@ class TenantBook:
     ) -> tuple[TenantBook, str]:
         """The book with one more token of a tenant, and the token: it is shown only here."""
         tenant = self._tenant(name)
+        problem = misplaced(name, role)
+        if problem:
+            raise InvalidRequest(problem)
         kept = tuple(token for token in tenant.tokens if not token.is_expired(wall_now))
         if len(kept) >= TOKENS_MAX:
             raise InvalidRequest(

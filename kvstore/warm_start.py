@@ -52,6 +52,8 @@ class WarmStart:
         state = self._state
         try:
             self._disk.load()
+            with state.lock:
+                state.counters.key_missing += self._disk.counters.key_missing
             for rows in self._disk.rows():
                 self._load_tree(rows)
                 if self._stopping:
@@ -120,5 +122,6 @@ class WarmStart:
             # The catalog knows when a page was stored, not when it was last asked for.
             age_s = state.wall_clock() - state.index.table.created[ids].astype(np.float64)
             state.index.table.last_use[ids] = state.clock() - np.maximum(age_s, 0.0)
+            state.count_disk(ids, part.slots[loaded.ids != NO_PAGE], 1)
             state.unused_slots.extend(part.slots[loaded.dropped].tolist())
             state.changed.notify_all()

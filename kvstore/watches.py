@@ -1,4 +1,7 @@
-"""The Watch call: a tenant's page events as they happen, for as long as its client listens."""
+"""The Watch call: page events as they happen, for as long as its client listens and may.
+
+A client sees the events of its own tenant, an admin those of all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CapacityError
-from kvstore.event_log import EventLog
+from kvstore.event_log import POLL_S, PageEvent
+from kvstore.identity import Role
 from kvstore.kvstore_pb2 import Event
 
 if TYPE_CHECKING:
@@ -17,14 +21,13 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 WATCHES_MAX = 64
-POLL_S = 0.5
 
 
 class Watches:
     """Answers Watch; each takes one thread of the streams' pool."""
 
     def __init__(self, store: Store) -> None:
-        self._log = EventLog(store.state)
+        self._log = store.events
         self._lock = threading.Lock()
         self._count = 0
         self._draining = False
@@ -36,17 +39,16 @@ class Watches:
                 raise CapacityError(f"{WATCHES_MAX} clients watch already")
             self._count += 1
         try:
-            last = self._log.begin()
-            position = request.after_sequence or last
+            tenant = None if call.identity.role is Role.ADMIN else call.identity.tenant
+            position = self._log.begin(tenant)
+            if request.after_sequence:
+                position = request.after_sequence
+            else:
+                yield _message(PageEvent(position, "", "watching", "", b""))
             while call.context.is_active() and not self._draining:
-                position, events = self._log.after(position, call.identity.tenant, POLL_S)
-                for event in events:
-                    yield Event(
-                        sequence=event.sequence,
-                        kind=event.kind,
-                        medium=event.medium,
-                        keys=event.keys,
-                    )
+                call.confirm()
+                position, events = self._log.after(position, tenant, POLL_S)
+                yield from map(_message, events)
         finally:
             with self._lock:
                 self._count -= 1
@@ -54,3 +56,13 @@ class Watches:
     def drain(self) -> None:
         """End all streams soon."""
         self._draining = True
+
+
+def _message(event: PageEvent) -> Event:
+    return Event(
+        sequence=event.sequence,
+        kind=event.kind,
+        medium=event.medium,
+        keys=event.keys,
+        tenant=event.tenant,
+    )

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.prefix_index.page_table import HELD, NO_PAGE, TIER_BITS, Ids, PageTable, as_ids
+from kvstore.prefix_index.page_table import (
+    HELD,
+    LOCAL_TIERS,
+    NO_PAGE,
+    TIER_BITS,
+    Ids,
+    PageTable,
+    as_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +47,7 @@ class Departure:
         self._table = table
         self._tier = tier
         self._bit = 1 << tier
+        self._holds = HELD if tier < LOCAL_TIERS else 0  # what keeps the ancestors there
         self._below = table.below[tier]
         self._others = [below for number, below in enumerate(table.below) if number != tier]
         self._lowered: dict[int, int] = {}  # below[tier], where a child has gone
@@ -75,7 +84,7 @@ class Departure:
             count = (int(self._below[page]) if count is None else count) - 1
             self._lowered[page] = count
             state = int(self._table.state[page])
-            if count or state & HELD:
+            if count or state & self._holds:
                 return NO_PAGE
             if state & self._bit:
                 return page

@@ -25,6 +25,7 @@ from kvstore.prefix_index.page_table import (
     Ids,
     PageTable,
     as_ids,
+    rows_of,
 )
 from kvstore.prefix_index.radix_tree import EDGE_BYTES_MAX, RadixTree
 from kvstore.prefix_index.residency import Residency
@@ -115,6 +116,17 @@ class PrefixIndex:
 
     # Look-up
 
+    def by_root(self, ids: Sequence[int] | Ids) -> list[tuple[bytes, Ids]]:
+        """These pages tree by tree, in their order."""
+        ids = as_ids(ids)
+        numbers = np.frombuffer(self._nodes.tree, np.int32)[self.table.node[ids]]
+        found = []
+        for number in np.unique(numbers).tolist():
+            tree = self._by_number[number]
+            assert tree is not None
+            found.append((tree.root, ids[numbers == number]))
+        return found
+
     def match(self, root: bytes, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> Ids:
         """Ids of the longest stored chain that begins `tokens`. Changes nothing; read-only result.
 
@@ -127,9 +139,9 @@ class PrefixIndex:
 
     def touch(self, ids: Sequence[int] | Ids, now: float) -> None:
         """Pages were used: last use and hits. Each id once."""
-        ids = as_ids(ids)
-        self.table.last_use[ids] = now
-        self.table.hits[ids] += np.uint32(1)
+        rows = rows_of(as_ids(ids))
+        self.table.last_use[rows] = now
+        self.table.hits[rows] += np.uint32(1)
 
     def tokens_of(self, page: int) -> bytes:
         """The page's own tokens, int32 little-endian."""

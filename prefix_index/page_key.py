@@ -44,8 +44,13 @@ def token_bytes(tokens: Tokens) -> bytes:
     Bytes are taken to be that already. Raises ValueError for tokens outside [0, 2^31), for bytes
     that are no whole tokens, and for arrays that are not one-dimensional integers.
     """
+    return bytes(token_buffer(tokens))
+
+
+def token_buffer(tokens: Tokens) -> bytes | memoryview:
+    """What token_bytes gives, but a window on the memory of an array that is like that already."""
     if isinstance(tokens, np.ndarray):
-        return _array_bytes(tokens)
+        return _array_buffer(tokens)
     if isinstance(tokens, bytes | bytearray | memoryview):
         if len(tokens) % TOKEN_BYTES:
             raise ValueError(f"tokens: {len(tokens)} bytes are no whole int32 tokens")
@@ -54,7 +59,7 @@ def token_bytes(tokens: Tokens) -> bytes:
         packed = array("i", tokens)
     except (OverflowError, TypeError) as exc:
         raise ValueError(f"tokens must be integers in [0, 2^31): {exc}") from exc
-    return _array_bytes(np.frombuffer(packed, np.int32))
+    return _array_buffer(np.frombuffer(packed, np.int32))
 
 
 def page_extras(extras: Mapping[int, bytes] | None) -> Mapping[int, bytes]:
@@ -115,7 +120,7 @@ def _keys_with_extras(
     return b"".join(keys)
 
 
-def _array_bytes(tokens: npt.NDArray[np.integer]) -> bytes:
+def _array_buffer(tokens: npt.NDArray[np.integer]) -> bytes | memoryview:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"tokens: {tokens.dtype} array of {tokens.ndim} dimensions; want 1-d int")
     if not tokens.size:
@@ -124,4 +129,4 @@ def _array_bytes(tokens: npt.NDArray[np.integer]) -> bytes:
         raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} are not all in [0, 2^31)")
     if tokens.dtype != np.int32 or sys.byteorder != "little":
         tokens = tokens.astype("<i4")
-    return tokens.tobytes()
+    return np.ascontiguousarray(tokens).data.cast("B")

@@ -26,17 +26,20 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 # Tiers by number: columns and bits are indexed by it.
 HOST = 0
 DISK = 1
-TIERS = 2
+REDIS = 2
+TIERS = 3
+LOCAL_TIERS = 2  # this store's own: those below it, by number
 NO_PAGE = -1
 NO_SLOT = -1
 
-# The state byte:  bit 0 in host | bit 1 in disk | bit 6 leased or pinned | bit 7 has extras
+# The state byte, from bit 0: in host | in disk | in redis;  bit 6: leased or pinned, 7: has extras
 TIER_BITS = (1 << TIERS) - 1
 HELD = 1 << 6
 HAS_EXTRAS = 1 << 7
 
 PAGES_MAX = 1 << 28
 PAGES_FIRST = 1024
+CONSECUTIVE_MIN = 32  # of fewer rows, looking costs as much as picking
 
 
 class PageTable:
@@ -163,6 +166,17 @@ def _longer(column: npt.NDArray[np.generic], rows: int) -> npt.NDArray[np.generi
     longer = np.frombuffer(memory, column.dtype).reshape(shape)
     longer[: len(column)] = column
     return longer
+
+
+def rows_of(ids: Ids) -> Ids | slice:
+    """What picks those rows of a column fastest: pages stored together mostly stand together.
+
+    A slice makes a view where ids make a copy: don't keep it over a change of the column.
+    """
+    count = len(ids)
+    if count < CONSECUTIVE_MIN or int(ids[-1]) - int(ids[0]) != count - 1:
+        return ids
+    return slice(int(ids[0]), int(ids[-1]) + 1) if (ids[1:] - ids[:-1] == 1).all() else ids
 
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:

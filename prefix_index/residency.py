@@ -2,9 +2,10 @@
 
 A page is *active* in a tier if it is resident there, leased or pinned, or has an active child;
 below[tier][page] counts its active children. So "no descendant is resident in that tier" is one
-comparison, and a lease on the deepest page of a chain keeps all its ancestors in every tier they
-are in. Counts change only where a page turns active or inactive: a step up the chain in the usual
-case, a sweep over whole edges in the worst.
+comparison, and a lease on the deepest page of a chain keeps all its ancestors in every local tier
+they are in. What Redis has is not ours to keep: there a lease counts for the page itself only, so
+that leasing a chain of which Redis has nothing costs nothing. Counts change only where a page turns
+active or inactive: a step up the chain in the usual case, a sweep over whole edges in the worst.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore.prefix_index.page_table import (
     HELD,
+    LOCAL_TIERS,
     NO_PAGE,
     NO_SLOT,
     TIER_BITS,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 # Up to so many pages are told upwards one by one, by sweeps over edges; more go level by level.
 _SWEEPS_MAX = 16
+# Bits of the state byte that make a page active in a tier by itself.
+_MARKS = tuple(1 << tier | (HELD if tier < LOCAL_TIERS else 0) for tier in range(TIERS))
 
 
 class Residency:
@@ -191,7 +195,7 @@ class Residency:
         state = self._table.state
         if state[page] & HELD:
             return
-        idle = [tier for tier in range(TIERS) if not self._is_active(page, tier)]
+        idle = [tier for tier in range(LOCAL_TIERS) if not self._is_active(page, tier)]
         state[page] |= HELD
         for tier in idle:
             self._sweep(page, tier, rises=True)
@@ -200,16 +204,16 @@ class Residency:
         if page in self._leases or page in self._pins:
             return
         self._table.state[page] &= 0xFF ^ HELD
-        for tier in range(TIERS):
+        for tier in range(LOCAL_TIERS):
             if not self._is_active(page, tier):
                 self._sweep(page, tier, rises=False)
 
     def _is_active(self, page: int, tier: int) -> bool:
-        occupied = int(self._table.state[page]) & (1 << tier | HELD)
+        occupied = int(self._table.state[page]) & _MARKS[tier]
         return bool(occupied or self._table.below[tier][page])
 
     def _active(self, ids: Ids, tier: int) -> npt.NDArray[np.bool_]:
-        occupied = self._table.state[ids] & (1 << tier | HELD) != 0
+        occupied = self._table.state[ids] & _MARKS[tier] != 0
         active: npt.NDArray[np.bool_] = occupied | (self._table.below[tier][ids] != 0)
         return active
 
@@ -237,11 +241,11 @@ class Residency:
         step = 1 if rises else -1
         if parent == NO_PAGE:
             return
-        if int(table.state[parent]) & (1 << tier | HELD) or below[parent] > others:
+        if int(table.state[parent]) & _MARKS[tier] or below[parent] > others:
             below[parent] += step
             return
         for run in self._nodes.ancestors(parent):
-            occupied = table.state[run] & (1 << tier | HELD) != 0
+            occupied = table.state[run] & _MARKS[tier] != 0
             stays = np.flatnonzero(occupied | (below[run] > others))
             changed = run[: stays[0] + 1] if len(stays) else run
             below[changed] += step

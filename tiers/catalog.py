@@ -9,12 +9,14 @@ has walked all of it (`catalog_scan.py`). The only module that imports lmdb.
     P + slot u64 big-endian   fixed record of 96 bytes | tokens | extras
     R + id u32 big-endian     root 32 | namespace 16 | tenant
     W + id u32 big-endian     writer
+    r, w + id                 R and W of encrypted pages (encrypted_page.py), as their P records are
     S + id u32 big-endian     directory u32 | slots u32 | slot bytes u64 | header bytes u64
     M                         store uuid 16 | format u32
 
 Roots and writers are interned, so that a page costs 96 bytes besides its tokens. Keys are
 big-endian because LMDB sorts by memcmp: slot order is then key order, and writes of one segment
-share pages.
+share pages. What belongs to a key (a tenant's root, its writers) is interned with the key's id, so
+that nothing new ever hangs on a key that is gone.
 """
 
 from __future__ import annotations
@@ -25,22 +27,32 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 
 from kvstore.tiers.checksum import check64
+from kvstore.tiers.cipher import SEAL_BYTES
+from kvstore.tiers.encrypted_page import (
+    CHECK_BYTES,
+    RECORD_BYTES,
+    decrypt_name,
+    encrypt_name,
+    encrypt_record,
+    name_key_id,
+)
 from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape
 from kvstore.tiers.tier import PageRecord, TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from kvstore.tiers.cipher import Cipher, TenantKey
     from kvstore.tiers.file_layer import FileLayer
 
 # check | slot | sequence | parent sequence | key | checksum | root id | writer id | page index
 # | payload bytes | created | codec | format | token bytes | extras bytes
 RECORD = struct.Struct("<8sQQQ16s16sIIIIIHHII")
-CHECK_BYTES = 8
+assert RECORD.size == RECORD_BYTES
 DB_PAGE_BYTES = 4096  # what LMDB takes on Linux; checked at open
 RECORD_OVERHEAD_BYTES = 32  # LMDB's node header and pointer, key, and slack of a filled page
-NAME_BYTES_BOUND = 384  # an R or W record with LMDB's overhead
+NAME_BYTES_BOUND = 448  # an R or W record with LMDB's overhead, encrypted or not
 LOCK_FILE_BYTES = 8192  # of LMDB's lock.mdb
 COMMIT_SLACK_PAGES = 24  # branches and free-list pages that one transaction may copy
 READERS_MAX = 16
@@ -69,13 +81,20 @@ class CatalogError(TierError):
 class Catalog:
     """The open LMDB environment. One a process; callers serialise writes."""
 
-    def __init__(self, directory: Path, map_bytes: int, files: FileLayer) -> None:
-        """Open, or create, the catalog in `directory`. Raises CatalogError."""
+    def __init__(
+        self, directory: Path, map_bytes: int, files: FileLayer, cipher: Cipher | None = None
+    ) -> None:
+        """Open, or create, the catalog in `directory`. Raises CatalogError.
+
+        With a cipher that writes, new page records are encrypted.
+        """
         self.directory = directory
         self.file_bytes = 0  # as of the last commit, or the opening
         self._files = files
-        self._roots: dict[tuple[bytes, str, bytes], int] = {}
-        self._writers: dict[str, int] = {}
+        self._cipher = cipher
+        # The last item is the id of the key that they are encrypted with; b"" where they are not.
+        self._roots: dict[tuple[bytes, str, bytes, bytes], int] = {}
+        self._writers: dict[tuple[str, bytes], int] = {}
         self._next_name_id = 1
         files.make_directory(directory)
         try:
@@ -144,34 +163,46 @@ class Catalog:
         Copy-on-write takes a new page for each leaf touched; a leaf split adds one that is at least
         half full; a value past a quarter of a page takes pages of its own.
         """
-        size = sum(
-            record_bytes(page)
-            + (0 if (page.root, page.tenant, page.namespace) in self._roots else NAME_BYTES_BOUND)
-            + (0 if page.writer in self._writers else NAME_BYTES_BOUND)
-            for page in added
-        )
+        more = SEAL_BYTES if self._encrypts(None) else 0
+        size = sum(record_bytes(page) + more + self._name_bytes_bound(page) for page in added)
         touched = min(len(added) + removed, int(self._env.stat()["leaf_pages"]))
         pages = -(-2 * (size + len(added) * RECORD_OVERHEAD_BYTES) // DB_PAGE_BYTES)
-        large = sum(record_bytes(page) > DB_PAGE_BYTES // 4 for page in added)
+        large = sum(record_bytes(page) + more > DB_PAGE_BYTES // 4 for page in added)
         return (touched + pages + large + COMMIT_SLACK_PAGES) * DB_PAGE_BYTES
 
     # -- changes --------------------------------------------------------------------------------
 
-    def commit(self, removed: Sequence[int], added: Sequence[tuple[int, PageRecord]] = ()) -> None:
-        """Delete and add page records in one durable transaction. Raises CatalogError."""
-        new_roots: dict[tuple[bytes, str, bytes], int] = {}
-        new_writers: dict[str, int] = {}
+    def commit(
+        self,
+        removed: Sequence[int],
+        added: Sequence[tuple[int, PageRecord]] = (),
+        *,
+        encrypted: bool | None = None,
+    ) -> None:
+        """Delete and add page records in one durable transaction. Raises CatalogError.
+
+        `encrypted` says whether the pages are; None: as new pages are.
+        """
+        new_roots: dict[tuple[bytes, str, bytes, bytes], int] = {}
+        new_writers: dict[tuple[str, bytes], int] = {}
         try:
+            keys = self._keys({page.tenant for _, page in added}, encrypted)
             with self._env.begin(write=True) as txn:
                 for slot in removed:
                     txn.delete(_PAGE_KEY.pack(b"P", slot))
                 for slot, page in added:
-                    name = (page.root, page.tenant, page.namespace)
-                    root_id = self._intern(txn, self._roots, new_roots, name)
-                    writer_id = self._intern(txn, self._writers, new_writers, page.writer)
+                    key = keys.get(page.tenant)
+                    key_id = key.key_id if key is not None else b""
+                    root = (page.root, page.tenant, page.namespace, key_id)
+                    root_id = self._intern(txn, self._roots, new_roots, root, key)
+                    writer = (page.writer, key_id)
+                    writer_id = self._intern(txn, self._writers, new_writers, writer, key)
                     record = encode_record(slot, page, root_id, writer_id)
+                    if key is not None:
+                        assert self._cipher is not None
+                        record = encrypt_record(record, page.root, key, self._cipher.store_uuid)
                     txn.put(_PAGE_KEY.pack(b"P", slot), record)
-        except (lmdb.Error, OSError) as error:
+        except (lmdb.Error, OSError, TierError) as error:
             raise self._failure(error) from error
         self._roots.update(new_roots)
         self._writers.update(new_writers)
@@ -237,7 +268,33 @@ class Catalog:
             full=full,
         )
 
-    def _intern(self, txn: Any, known: dict[Any, int], new: dict[Any, int], name: Any) -> int:
+    def _name_bytes_bound(self, page: PageRecord) -> int:
+        """Bytes of the names that a page's record adds, at most."""
+        key_id: bytes | None = b""
+        if self._encrypts(None):
+            assert self._cipher is not None
+            key_id = self._cipher.id_of(page.tenant)
+        if key_id is None:
+            return 2 * NAME_BYTES_BOUND
+        has_root = (page.root, page.tenant, page.namespace, key_id) in self._roots
+        has_writer = (page.writer, key_id) in self._writers
+        return (2 - has_root - has_writer) * NAME_BYTES_BOUND
+
+    def _encrypts(self, wanted: bool | None) -> bool:
+        if wanted is None:
+            return self._cipher is not None and self._cipher.writes
+        return wanted
+
+    def _keys(self, tenants: Iterable[str], encrypted: bool | None) -> dict[str, TenantKey]:
+        """The key of each tenant; none where records are plain."""
+        if not self._encrypts(encrypted):
+            return {}
+        assert self._cipher is not None, "encrypted pages need a cipher"
+        return {tenant: self._cipher.key_of(tenant) for tenant in tenants}
+
+    def _intern(
+        self, txn: Any, known: dict[Any, int], new: dict[Any, int], name: Any, key: TenantKey | None
+    ) -> int:
         found = known.get(name)
         if found is None:
             found = new.get(name)
@@ -245,13 +302,17 @@ class Catalog:
             return found
         fresh = self._next_name_id
         self._next_name_id += 1
-        if isinstance(name, str):
-            key = _SMALL_KEY.pack(b"W", fresh)
-            body = name.encode()
+        if len(name) == 2:
+            prefix, body = b"W", name[0].encode()
         else:
-            key = _SMALL_KEY.pack(b"R", fresh)
-            body = _ROOT.pack(name[0], name[2]) + name[1].encode()
-        txn.put(key, _sealed(key, body))
+            prefix, body = b"R", _ROOT.pack(name[0], name[2]) + name[1].encode()
+        if key is None:
+            name_key = _SMALL_KEY.pack(prefix, fresh)
+        else:
+            assert self._cipher is not None
+            name_key = _SMALL_KEY.pack(prefix.lower(), fresh)
+            body = encrypt_name(name_key, body, key, self._cipher.store_uuid)
+        txn.put(name_key, _sealed(name_key, body))
         new[name] = fresh
         return fresh
 
@@ -260,29 +321,52 @@ class Catalog:
         self._writers.clear()
         with self._env.begin() as txn:
             cursor = txn.cursor()
-            for prefix in (b"R", b"W"):
+            for prefix in (b"R", b"W", b"r", b"w"):
                 if not cursor.set_range(prefix):
                     continue
                 for key, value in cursor.iternext():
                     if key[:1] != prefix:
                         break
                     self._learn(key, value)
-        highest = max(self._roots.values(), default=0), max(self._writers.values(), default=0)
-        self._next_name_id = 1 + max(highest)
+        self._next_name_id = 1 + self._highest_name_id()
+
+    def _highest_name_id(self) -> int:
+        """Names under a missing key count too: their ids are taken."""
+        highest = 0
+        with self._env.begin() as txn:
+            cursor = txn.cursor()
+            for prefix in (b"R", b"W", b"r", b"w"):
+                beyond = prefix + b"\xff" * 5
+                found = cursor.set_range(beyond)
+                if (cursor.prev() if found else cursor.last()) and cursor.key()[:1] == prefix:
+                    highest = max(highest, int.from_bytes(cursor.key()[1:5], "big"))
+        return highest
 
     def _learn(self, key: bytes, value: bytes) -> None:
-        if key[:1] == b"R":
-            root = decode_root(key, value)
+        key_id = b""
+        plain: bytes | None = value
+        if key[:1] in (b"r", b"w"):
+            if self._cipher is None:
+                return
+            plain = decrypt_small(key, value, self._cipher)
+            key_id = name_key_id(value[CHECK_BYTES:])
+        if plain is None:
+            return
+        number = int.from_bytes(key[1:], "big")
+        if key[:1] in (b"R", b"r"):
+            root = decode_root(key, plain)
             if root is not None:
-                self._roots[root] = _SMALL_KEY.unpack(key)[1]
+                self._roots[(*root, key_id)] = number
         else:
-            writer = decode_writer(key, value)
+            writer = decode_writer(key, plain)
             if writer is not None:
-                self._writers[writer] = _SMALL_KEY.unpack(key)[1]
+                self._writers[(writer, key_id)] = number
 
 
-def iterate_read_only(directory: Path) -> Iterator[tuple[bytes, bytes]]:
+def iterate_read_only(directory: Path, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
     """All records of a closed catalog in key order, without touching a lock file. For the scan.
+
+    From the key `start` on, if it is given.
 
     A damaged file may raise anything that LMDB can, kill the process, or never end.
     """
@@ -293,7 +377,9 @@ def iterate_read_only(directory: Path) -> Iterator[tuple[bytes, bytes]]:
         if int(env.stat()["psize"]) != DB_PAGE_BYTES or size < needed:
             raise CatalogError(f"data.mdb has {size} bytes, its meta page needs {needed}")
         with env.begin() as txn:
-            yield from txn.cursor().iternext()
+            cursor = txn.cursor()
+            if not start or cursor.set_range(start):
+                yield from cursor.iternext()
     except lmdb.Error as error:
         raise CatalogError(str(error)) from error
     finally:
@@ -360,6 +446,19 @@ def decode_writer(key: bytes, value: bytes) -> str | None:
         return None if body is None or len(key) != _SMALL_KEY.size else body.decode()
     except UnicodeDecodeError:
         return None
+
+
+def decrypt_small(key: bytes, value: bytes, cipher: Cipher) -> bytes | None:
+    """An r or w record as `decode_root` and `decode_writer` read it; None when it can't be."""
+    body = _opened(key, value)
+    plain = None if body is None else decrypt_name(key, body, cipher)
+    return None if plain is None else _sealed(key, plain)
+
+
+def small_key_id(key: bytes, value: bytes) -> bytes | None:
+    """The id of the key that an r or w record is encrypted with; None when it is not sound."""
+    body = _opened(key, value)
+    return None if body is None else name_key_id(body)
 
 
 def decode_meta(value: bytes | None) -> tuple[bytes, int] | None:

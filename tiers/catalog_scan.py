@@ -6,7 +6,9 @@ child checks every record, and writes the good ones to a memfd, so the walk is a
 
     memfd   | records, one after another | padding | length u32 a record | key 9 a record |
 
-What the child says is believed only when it ends with status 0.
+What the child says is believed only when it ends with status 0. It also decrypts: 100,000 records
+would hold the server's interpreter for too long. It gets the keys by a pipe and hands on plain
+records; a record whose key is missing, or whose tag does not hold, is named instead.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from kvstore.tiers import catalog as catalog_module
 from kvstore.tiers.catalog import RECORD, CatalogError
 from kvstore.tiers.catalog_pages import PageError, check_pages
 from kvstore.tiers.checksum import check64
+from kvstore.tiers.cipher import Cipher
+from kvstore.tiers.encrypted_page import decrypt_record, is_encrypted_record
 from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
+
+    from kvstore.tiers.cipher import TenantKey
 
 CHUNK_RECORDS = 1000
 BAD_RECORDS_MAX = 100_000  # more than that, and the catalog is worth less than the headers
@@ -77,6 +83,9 @@ class Scan:
     roots: dict[int, tuple[bytes, str, bytes]] = field(default_factory=dict)
     writers: dict[int, str] = field(default_factory=dict)
     bad_keys: list[bytes] = field(default_factory=list)
+    locked_keys: list[bytes] = field(default_factory=list)  # encrypted, and their key is missing
+    encrypted_pages: int = 0  # among the page records
+    encrypted_names: set[int] = field(default_factory=set)  # of roots and writers
     blob: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     offsets: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -98,9 +107,15 @@ class Scan:
         ):
             used = set(np.unique(self.fixed[column]).tolist())
             for number in [number for number in names if number not in used]:
-                keys.append(prefix + number.to_bytes(4, "big"))
+                own = prefix.lower() if number in self.encrypted_names else prefix
+                keys.append(own + number.to_bytes(4, "big"))
                 del names[number]
         return keys
+
+    @property
+    def locked_pages(self) -> int:
+        """Encrypted pages whose key is missing."""
+        return sum(key[:1] == b"P" for key in self.locked_keys)
 
 
 def refuse_links(directory: Path) -> None:
@@ -110,7 +125,7 @@ def refuse_links(directory: Path) -> None:
             raise CatalogError(f"{path} is a symbolic link; a catalog is never behind one")
 
 
-def scan_catalog(directory: Path) -> Scan:
+def scan_catalog(directory: Path, cipher: Cipher | None = None) -> Scan:
     """Walk and load the catalog in `directory` through a child. Raises CatalogError."""
     refuse_links(directory)
     data = directory / "data.mdb"
@@ -119,7 +134,8 @@ def scan_catalog(directory: Path) -> Scan:
         raise CatalogError("data.mdb is missing or empty")
     out = os.memfd_create("kvstore-catalog-scan", os.MFD_CLOEXEC)
     try:
-        answer = _run_child(directory, out, SCAN_BASE_S + size / SCAN_BYTES_PER_S)
+        keys = cipher.export() if cipher is not None else b""
+        answer = _run_child(directory, out, keys, SCAN_BASE_S + size / SCAN_BYTES_PER_S)
         return _load(json.loads(answer), out)
     except (ValueError, KeyError) as error:
         raise CatalogError(f"the scan's answer makes no sense: {error}") from error
@@ -127,7 +143,7 @@ def scan_catalog(directory: Path) -> Scan:
         os.close(out)
 
 
-def _run_child(directory: Path, out: int, timeout_s: float) -> bytes:
+def _run_child(directory: Path, out: int, keys: bytes, timeout_s: float) -> bytes:
     package_root = Path(catalog_module.__file__).parents[2]
     search = os.pathsep.join([str(package_root), *filter(None, sys.path)])
     command = [
@@ -142,7 +158,7 @@ def _run_child(directory: Path, out: int, timeout_s: float) -> bytes:
             command,
             env={**os.environ, "PYTHONPATH": search},
             pass_fds=(out,),
-            stdin=subprocess.DEVNULL,
+            input=keys,
             capture_output=True,
             timeout=timeout_s,
             check=False,
@@ -159,7 +175,11 @@ def _run_child(directory: Path, out: int, timeout_s: float) -> bytes:
 
 
 def _load(answer: dict[str, Any], out: int) -> Scan:
-    scan = Scan(bad_keys=[bytes.fromhex(key) for key in answer["bad"]])
+    scan = Scan(
+        bad_keys=[bytes.fromhex(key) for key in answer["bad"]],
+        locked_keys=[bytes.fromhex(key) for key in answer["locked"]],
+        encrypted_pages=int(answer["encrypted"]),
+    )
     for key, value in ((bytes.fromhex(k), bytes.fromhex(v)) for k, v in answer["small"]):
         _take_small(scan, key, value)
     count, blob_bytes = int(answer["records"]), int(answer["blob_bytes"])
@@ -213,16 +233,18 @@ def gather(
 
 
 def _take_small(scan: Scan, key: bytes, value: bytes) -> None:
-    number = int.from_bytes(key[1:], "big")
+    number, kind = int.from_bytes(key[1:], "big"), key[:1].upper()
+    if kind != key[:1]:
+        scan.encrypted_names.add(number)
     if key == b"M":
         meta = catalog_module.decode_meta(value)
         if meta is not None:
             scan.store_uuid, scan.format_version = meta
     elif key[:1] == b"S" and (shape := catalog_module.decode_segment(key, value)) is not None:
         scan.segments[number] = shape
-    elif key[:1] == b"R" and (root := catalog_module.decode_root(key, value)) is not None:
+    elif kind == b"R" and (root := catalog_module.decode_root(key, value)) is not None:
         scan.roots[number] = root
-    elif key[:1] == b"W" and (writer := catalog_module.decode_writer(key, value)) is not None:
+    elif kind == b"W" and (writer := catalog_module.decode_writer(key, value)) is not None:
         scan.writers[number] = writer
     else:
         scan.bad_keys.append(key)
@@ -236,8 +258,9 @@ def child() -> None:
     directory, out = Path(sys.argv[1]), int(sys.argv[2])
     try:
         entries = check_pages(directory / "data.mdb")
-        answer = _walk(directory, lambda chunk: _write_all(out, chunk))
-        found = answer["records"] + len(answer["small"]) + len(answer["bad"])
+        decryption = _Decryption(directory, sys.stdin.buffer.read())
+        answer = _walk(directory, decryption, lambda chunk: _write_all(out, chunk))
+        found = answer["records"] + sum(len(answer[part]) for part in ("small", "bad", "locked"))
         if found != entries:
             raise CatalogError(f"{found} records found, {entries} expected")
     except (CatalogError, PageError, OSError) as error:
@@ -245,7 +268,59 @@ def child() -> None:
     sys.stdout.write(json.dumps(answer))
 
 
-def _walk(directory: Path, write: Callable[[bytes], None]) -> dict[str, Any]:
+class _Decryption:
+    """Makes plain records of encrypted ones; names those that it can't."""
+
+    def __init__(self, directory: Path, keys: bytes) -> None:
+        self.locked: list[str] = []
+        self.pages = 0  # encrypted page records, locked ones included
+        self._roots: dict[int, tuple[bytes, TenantKey]] = {}
+        self._locked_roots: set[int] = set()
+        self._cipher = Cipher.of_export(keys) if keys else None
+        for key, value in catalog_module.iterate_read_only(directory, b"r"):
+            if key[:1] == b"r":
+                self._learn(key, value)
+
+    def page(self, value: bytes) -> bytes | None:
+        """The plain record; None when its root is not known or its tag does not hold."""
+        root_id = int.from_bytes(value[64:68], "little")
+        known = self._roots.get(root_id)
+        if known is None or self._cipher is None:
+            return None
+        return decrypt_record(value, *known, self._cipher.store_uuid)
+
+    def is_locked(self, value: bytes) -> bool:
+        """Whether a page record's key is missing."""
+        return int.from_bytes(value[64:68], "little") in self._locked_roots
+
+    def small(self, key: bytes, value: bytes) -> bytes | None:
+        """An r or w record in plain; None when it was named as locked, itself when unsound."""
+        key_id = catalog_module.small_key_id(key, value)
+        if key_id is None:
+            return value
+        if self._cipher is None or self._cipher.known(key_id) is None:
+            self.locked.append(key.hex())
+            return None
+        return catalog_module.decrypt_small(key, value, self._cipher) or value
+
+    def _learn(self, key: bytes, value: bytes) -> None:
+        key_id = catalog_module.small_key_id(key, value)
+        if key_id is None:
+            return
+        number = int.from_bytes(key[1:], "big")
+        known = self._cipher.known(key_id) if self._cipher is not None else None
+        if known is None or self._cipher is None:
+            self._locked_roots.add(number)
+            return
+        plain = catalog_module.decrypt_small(key, value, self._cipher)
+        root = None if plain is None else catalog_module.decode_root(key, plain)
+        if root is not None:
+            self._roots[number] = root[0], known
+
+
+def _walk(
+    directory: Path, decryption: _Decryption, write: Callable[[bytes], None]
+) -> dict[str, Any]:
     small: list[tuple[str, str]] = []
     bad: list[str] = []
     page_keys: list[bytes] = []
@@ -259,7 +334,9 @@ def _walk(directory: Path, write: Callable[[bytes], None]) -> dict[str, Any]:
         previous = keys[-1]
         wrong = [at for at, value in enumerate(values) if value[:8] != check64(value[8:])]
         if wrong or keys[0][:1] != b"P" or keys[-1][:1] != b"P" or min(map(len, keys)) < 9:
-            keys, values = _sift(chunk, small, bad)
+            keys, values = _sift(chunk, decryption, small, bad)
+        if any(map(is_encrypted_record, values)):
+            keys, values = _decrypt(keys, values, decryption, bad)
         if len(bad) > BAD_RECORDS_MAX:
             raise CatalogError(f"more than {BAD_RECORDS_MAX} bad records")
         page_keys.append(b"".join(keys))
@@ -271,6 +348,8 @@ def _walk(directory: Path, write: Callable[[bytes], None]) -> dict[str, Any]:
     return {
         "small": small,
         "bad": bad,
+        "locked": decryption.locked,
+        "encrypted": decryption.pages,
         "records": len(lengths),
         "blob_bytes": blob_bytes,
         "padding": padding,
@@ -278,12 +357,19 @@ def _walk(directory: Path, write: Callable[[bytes], None]) -> dict[str, Any]:
 
 
 def _sift(
-    chunk: list[tuple[bytes, bytes]], small: list[tuple[str, str]], bad: list[str]
+    chunk: list[tuple[bytes, bytes]],
+    decryption: _Decryption,
+    small: list[tuple[str, str]],
+    bad: list[str],
 ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """The sound page records of a chunk; the rest goes to `small` and `bad`."""
+    """The sound page records of a chunk; the rest goes to `small` and `bad`, or is locked."""
     pages = []
     for key, value in chunk:
-        if key[:1] != b"P":
+        if key[:1] in (b"r", b"w"):
+            plain = decryption.small(key, value)
+            if plain is not None:
+                small.append((key.hex(), plain.hex()))
+        elif key[:1] != b"P":
             small.append((key.hex(), value.hex()))
         elif (
             len(key) == PAGE_KEY_BYTES
@@ -291,6 +377,26 @@ def _sift(
             and value[:8] == check64(value[8:])
         ):
             pages.append((key, value))
+        else:
+            bad.append(key.hex())
+    return tuple(key for key, _ in pages), tuple(value for _, value in pages)
+
+
+def _decrypt(
+    keys: tuple[bytes, ...], values: tuple[bytes, ...], decryption: _Decryption, bad: list[str]
+) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """The page records of a chunk in plain; those that can't be go to `bad`, or are locked."""
+    pages = []
+    for key, value in zip(keys, values, strict=True):
+        if not is_encrypted_record(value):
+            pages.append((key, value))
+            continue
+        decryption.pages += 1
+        plain = decryption.page(value)
+        if plain is not None:
+            pages.append((key, plain))
+        elif decryption.is_locked(value):
+            decryption.locked.append(key.hex())
         else:
             bad.append(key.hex())
     return tuple(key for key, _ in pages), tuple(value for _, value in pages)

@@ -30,8 +30,9 @@ def adopt(
     """Mark the slots of sound rows as used; returns the rows and how many records were dropped.
 
     Dropped is what names a slot that is not there, what no chain reaches, and, after a start with a
-    smaller capacity, what lies in the youngest segments. Without a catalog, on a read-only file
-    system, nothing is deleted. Raises CatalogError.
+    smaller capacity, what lies in the youngest segments. Encrypted pages whose key is missing go
+    too and are not counted here. Without a catalog, on a read-only file system, nothing is deleted.
+    Raises CatalogError.
     """
     surplus = _surplus(segments, space.excess_bytes(catalog)) if catalog else []
     slots = scan.fixed["slot"]
@@ -44,6 +45,9 @@ def adopt(
     if catalog is not None:
         for start in range(0, len(lost), DELETE_BATCH):
             catalog.commit(lost[start : start + DELETE_BATCH])
+        # Pages before names: a start that is cut off must not find pages of an unknown root.
+        for start in range(0, len(scan.locked_keys), DELETE_BATCH):
+            catalog.remove_keys(scan.locked_keys[start : start + DELETE_BATCH])
         catalog.remove_keys([*scan.bad_keys, *scan.unused_names()])
         for segment in surplus:
             space.drop(segment, catalog)
@@ -52,6 +56,10 @@ def adopt(
     if surplus:
         log.warning(
             "the capacity was lowered: %d segments and the pages in them are given up", len(surplus)
+        )
+    if scan.locked_pages:
+        log.warning(
+            "%d encrypted pages are given up: the keys they need are gone", scan.locked_pages
         )
     if dropped:
         log.warning("%d catalog records dropped: unsound, out of reach, or given up", dropped)

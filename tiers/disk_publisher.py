@@ -18,11 +18,12 @@ from kvstore.tiers.catalog import Catalog, CatalogError
 from kvstore.tiers.catalog_scan import scan_catalog
 from kvstore.tiers.disk_state import TierState
 from kvstore.tiers.segment_set import FREE, FREED, RESERVED, USED, slots_by_segment
-from kvstore.tiers.tier import TierError
+from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.disk_space import DiskSpace
     from kvstore.tiers.disk_state import DiskState
     from kvstore.tiers.file_layer import FileLayer
@@ -63,6 +64,7 @@ class Publisher:
     ) -> None:
         self.commit_lock = threading.RLock()  # catalog and files; taken before state.lock
         self.freed: dict[int, None] = {}  # slots in state FREED, oldest first
+        self._wiped: set[int] = set()  # of the freed ones
         self._home = home
         self._files = files
         self._segments = segments
@@ -71,6 +73,7 @@ class Publisher:
         self._syncer = syncer
         self._state = state
         self._map_bytes = map_bytes
+        self.cipher: Cipher | None = None  # for the catalog when it is opened again
         self._group_bytes = GROUP_BYTES_MIN
         self._proven = False
 
@@ -121,21 +124,36 @@ class Publisher:
                 released = True
         return released
 
-    def erase(self, slots: Sequence[int]) -> None:
-        """Wipe the headers of freed slots on disk and commit at once. Raises TierError."""
+    def erase(self) -> None:
+        """Wipe the headers of all freed slots on disk and commit at once. Raises TierError.
+
+        Also of those that were freed for room and not written since: an older copy of a page that
+        is meant may lie there, and a rebuild from headers would bring it back.
+        """
         if not self._state.ready:
-            raise TierError(f"disk tier: cannot erase {len(slots)} pages: {self._state.reason}")
-        try:
-            for mine in slots_by_segment(slots).values():
-                segment = self._segments.of(mine[0])
-                assert segment is not None, "freed slots have a segment"
-                self._page_io.erase(segment, mine)
-                segment.sync(self._files)
-        except OSError as error:
-            self._state.become(TierState.READ_ONLY, f"erasing failed: {error}")
-        self.commit_freed()
+            raise TierError(f"disk tier: cannot erase pages: {self._state.reason}")
+        with self.commit_lock:
+            self._take_stale()
+            try:
+                for mine in slots_by_segment(list(self.freed)).values():
+                    segment = self._segments.of(mine[0])
+                    assert segment is not None, "freed slots have a segment"
+                    self._page_io.erase(segment, mine)
+                    segment.sync(self._files)
+                    self._wiped.update(mine)
+            except OSError as error:
+                self._state.become(TierState.READ_ONLY, f"erasing failed: {error}")
+            self.commit_freed()
+            self._wiped.clear()
         if not self._state.ready:
             raise TierError(f"disk tier: {self._state.reason}")
+
+    def _take_stale(self) -> None:
+        """Nobody else gets these slots until they are wiped and released once more."""
+        with self._state.lock:
+            for segment in self._segments:
+                for slot in segment.stale_slots():
+                    self._retire(segment, slot)
 
     def grow(self, payload_capacity: int, header_bytes: int, wanted: int) -> bool:
         """Make one more segment of this shape; False when the tier is full."""
@@ -170,7 +188,7 @@ class Publisher:
             if error.full:
                 self._space.drop_reserve()
             scan_catalog(directory)
-            self.catalog = Catalog(directory, self._map_bytes, self._files)
+            self.catalog = Catalog(directory, self._map_bytes, self._files, self.cipher)
             self.catalog.commit(slots)
         except (CatalogError, OSError) as second:
             self._state.become(TierState.READ_ONLY, f"catalog failed: {second}")
@@ -265,6 +283,7 @@ class Publisher:
                 if segment is not None and slot in self.freed:
                     del self.freed[slot]
                     segment.set_state(slot, FREE)
+                    segment.stale[slot & SLOT_INDEX_MASK] = slot not in self._wiped
 
     def _fit_group(self, sync_s: float, cycle_s: float) -> None:
         """Larger groups when syncs and commits cost too much of the time, smaller when little."""

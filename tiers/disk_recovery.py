@@ -21,6 +21,7 @@ from kvstore.tiers.catalog_scan import Scan, scan_catalog
 from kvstore.tiers.disk_adoption import adopt
 from kvstore.tiers.disk_migration import migrate
 from kvstore.tiers.disk_space import QUARANTINE_PREFIX
+from kvstore.tiers.encrypted_page import is_encrypted, read_encrypted_header
 from kvstore.tiers.file_layer import aligned_buffer, read_fully, write_fully
 from kvstore.tiers.segment import (
     FORMAT_VERSION,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.disk_space import DiskSpace
     from kvstore.tiers.file_layer import FileLayer
     from kvstore.tiers.page_rows import RootRows
@@ -60,6 +62,17 @@ class Recovered:
     catalog: Catalog | None  # None on a read-only file system
     rows: list[RootRows] = field(default_factory=list)
     records_dropped: int = 0
+    locked_pages: int = 0  # encrypted, and given up for want of their key
+    plain_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPage:
+    """A page that a slot's header names."""
+
+    slot: int
+    page: PageRecord
+    encrypted: bool
 
 
 @dataclass(slots=True)
@@ -72,6 +85,8 @@ class Recovery:
     space: DiskSpace
     map_bytes: int
     progress: Progress | None = None
+    cipher: Cipher | None = None
+    _locked_headers: int = 0  # seen by a rebuild
 
     def run(self) -> Recovered:
         """Open everything. Raises TierError when the disk does not even allow that."""
@@ -90,9 +105,10 @@ class Recovery:
             self._clear_unknown(present)
             present = {}
         scan = self._scan_or_rebuild(directory, present)
-        catalog = Catalog(directory, self.map_bytes, self.files)
+        self._require_keys(scan.locked_pages)
+        catalog = Catalog(directory, self.map_bytes, self.files, self.cipher)
         catalog.put_meta(self.home.identity.store_uuid)
-        recovered = Recovered(catalog)
+        recovered = self._recovered(catalog, scan)
         try:
             self._open_segments(scan.segments, present, catalog)
             self.space.measure()
@@ -118,9 +134,30 @@ class Recovery:
         for segment_id, shape in sorted(scan.segments.items()):
             if segment_id in present:
                 self.segments.open(shape, present[segment_id])
-        recovered = Recovered(None)
+        self._require_keys(scan.locked_pages)
+        recovered = self._recovered(None, scan)
         recovered.rows, recovered.records_dropped = adopt(scan, None, self.segments, self.space)
         return recovered
+
+    def _recovered(self, catalog: Catalog | None, scan: Scan) -> Recovered:
+        plain = len(scan.fixed) + scan.locked_pages - scan.encrypted_pages
+        if plain > 0 and self.cipher is not None and self.cipher.writes:
+            log.warning(
+                "%s: %d pages from before encryption are plain on disk, until they are evicted",
+                self.home.first,
+                plain,
+            )
+        locked = scan.locked_pages + self._locked_headers
+        return Recovered(catalog, locked_pages=locked, plain_pages=max(0, plain))
+
+    def _require_keys(self, locked_pages: int) -> None:
+        """A missing key gives its pages up; no keys at all are a mistake that costs nothing."""
+        if locked_pages and self.cipher is None:
+            self.home.excuse_start()
+            raise TierError(
+                f"{self.home.first}: {locked_pages} pages here are encrypted and no keys were "
+                "given: open it with encrypt, and with keys_dir if the keys are elsewhere"
+            )
 
     # -- catalog --------------------------------------------------------------------------------
 
@@ -136,7 +173,7 @@ class Recovery:
                 return Scan()
             self._quarantine(directory, str(error))
         self._rebuild(directory, present)
-        return scan_catalog(directory)
+        return scan_catalog(directory, self.cipher)
 
     def _sound_scan(self, directory: Path) -> Scan:
         identity = self.home.identity
@@ -144,7 +181,7 @@ class Recovery:
             raise CatalogError(
                 f"{identity.unproven_starts - 1} starts in a row ended before their first commit"
             )
-        scan = scan_catalog(directory)
+        scan = scan_catalog(directory, self.cipher)
         if scan.store_uuid != identity.store_uuid:
             found = scan.store_uuid.hex() if scan.store_uuid else "none"
             raise CatalogError(
@@ -171,23 +208,24 @@ class Recovery:
 
     def _rebuild(self, directory: Path, present: dict[int, Path]) -> None:
         staging = self.home.first / REBUILD_NAME
-        catalog = Catalog(staging, self.map_bytes, self.files)
+        catalog = Catalog(staging, self.map_bytes, self.files, self.cipher)
         try:
             shapes = self._shapes_from_heads(present)
             total = sum(shape.slots for shape, _ in shapes)
             done = 0
             for shape, path in shapes:
-                batch: list[tuple[int, PageRecord]] = []
+                batch: list[FoundPage] = []
                 for index, page in enumerate(self._pages_in(shape, path), start=1):
                     if page is not None:
                         batch.append(page)
                     if len(batch) >= REBUILD_BATCH_PAGES or index == shape.slots:
-                        catalog.commit([], batch)
+                        self._commit(catalog, batch)
                         batch = []
                     if self.progress and (index % 1024 == 0 or index == shape.slots):
                         self.progress(done + index, total)
                 done += shape.slots
                 catalog.put_segment(shape)
+            self._require_keys(self._locked_headers)
             catalog.put_meta(self.home.identity.store_uuid)
             log.warning("%s: catalog rebuilt: %d records", self.home.first, catalog.entries)
         finally:
@@ -195,7 +233,14 @@ class Recovery:
         self.files.rename(staging, directory)
         self.home.write_identity(unproven_starts=1)
 
-    def _pages_in(self, shape: SegmentShape, path: Path) -> Iterator[tuple[int, PageRecord] | None]:
+    def _commit(self, catalog: Catalog, batch: list[FoundPage]) -> None:
+        """A page's record is encrypted if the page is, however the store is opened now."""
+        for encrypted in (False, True):
+            pages = [(each.slot, each.page) for each in batch if each.encrypted == encrypted]
+            if pages or not encrypted:
+                catalog.commit([], pages, encrypted=encrypted)
+
+    def _pages_in(self, shape: SegmentShape, path: Path) -> Iterator[FoundPage | None]:
         """For each slot of a segment the page that its header names, or None."""
         many = max(1, HEADER_CHUNK_BYTES // 2 // shape.slot_bytes)
         reach = (many - 1) * shape.slot_bytes + shape.header_bytes
@@ -209,12 +254,26 @@ class Recovery:
                     at = (index - start) * shape.slot_bytes
                     page = None
                     if at + shape.header_bytes <= got:
-                        header = block[at : at + shape.header_bytes]
-                        uuid = self.home.identity.store_uuid
-                        page = decode_page_header(header, base + index, uuid)
-                    yield None if page is None else (base + index, page)
+                        page = self._page_of(block[at : at + shape.header_bytes], base + index)
+                    yield page
         finally:
             self.files.close(descriptor)
+
+    def _page_of(self, header: memoryview, slot: int) -> FoundPage | None:
+        uuid = self.home.identity.store_uuid
+        encrypted = is_encrypted(header)
+        content: bytes | memoryview | None = header
+        if encrypted:
+            raw = read_encrypted_header(header, slot, uuid)
+            if raw is None:
+                return None
+            key = self.cipher.known(raw.key_id) if self.cipher is not None else None
+            if key is None:
+                self._locked_headers += 1
+                return None
+            content = raw.decrypt(key)
+        page = None if content is None else decode_page_header(content, slot, uuid)
+        return None if page is None else FoundPage(slot, page, encrypted)
 
     def _read_headers(self, descriptor: int, block: memoryview, offset: int) -> int:
         try:

@@ -80,6 +80,12 @@ class DiskSpace:
         """Bytes over the capacity, after a start with a smaller one; <= 0 when all is well."""
         return self.allocated_bytes(catalog) - self.capacity_bytes
 
+    def check(self, catalog: Catalog) -> None:
+        """Raise TierError when more is allocated than the capacity."""
+        over = self.excess_bytes(catalog)
+        if over > 0:
+            raise TierError(f"{over} bytes over the capacity of {self.capacity_bytes}")
+
     def fits_commit(self, catalog: Catalog, added: Sequence[PageRecord], removed: int) -> bool:
         """Whether the catalog may grow as much as this commit could make it."""
         bound = catalog.growth_bound(added, removed)

@@ -6,6 +6,12 @@ import logging
 import threading
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.tier import ReadStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 log = logging.getLogger("kvstore.tiers.disk")
 
@@ -29,10 +35,19 @@ class Counters:
     read_errors: int = 0
     corrupt_pages: int = 0
     stale_pages: int = 0
+    key_missing: int = 0  # pages whose key is gone: given up at load, or asked for later
     records_dropped: int = 0  # at load: unsound, orphaned, or their slot is gone
     commits: int = 0
     catalog_reopens: int = 0
     accounting_fixes: int = 0
+
+    def count_reads(self, statuses: Sequence[ReadStatus]) -> None:
+        """Pages that were asked for, by what became of them."""
+        self.pages_read += statuses.count(ReadStatus.OK)
+        self.corrupt_pages += statuses.count(ReadStatus.CORRUPT)
+        self.stale_pages += statuses.count(ReadStatus.STALE)
+        self.read_errors += statuses.count(ReadStatus.ERROR)
+        self.key_missing += statuses.count(ReadStatus.LOCKED)
 
 
 class DiskState:

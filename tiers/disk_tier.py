@@ -15,26 +15,40 @@ capacity. This module is the face: `disk_recovery.py` opens, `disk_publisher.py`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 from kvstore.tiers.disk_publisher import Publisher
 from kvstore.tiers.disk_recovery import Recovery
 from kvstore.tiers.disk_space import DiskSpace
 from kvstore.tiers.disk_state import Counters, DiskState, TierState
+from kvstore.tiers.encrypted_page import HEADER_SEAL_BYTES
 from kvstore.tiers.file_layer import FileLayer
 from kvstore.tiers.io_pool import IoPool
 from kvstore.tiers.page_io import PageIo, PageTask
 from kvstore.tiers.segment import NAME_BYTES_MAX, header_bytes_for, payload_class
 from kvstore.tiers.segment_set import FREED, RESERVED, USED, SegmentSet
 from kvstore.tiers.store_directory import StoreHome
-from kvstore.tiers.tier import Container, PageRecord, ReadStatus, TierError, Usage
+from kvstore.tiers.tier import (
+    SLOT_INDEX_BITS,
+    Container,
+    PageRecord,
+    ReadStatus,
+    TierError,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+    from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.page_rows import RootRows
 
 log = logging.getLogger("kvstore.tiers.disk")
@@ -77,6 +91,7 @@ class DiskTier:
         # Syncs must not stand in line behind the next group's writes.
         sync_threads = min(SYNC_THREADS_MAX, 2 * len(home.paths))
         self._syncer = IoPool(sync_threads, queue_calls_max, QUEUE_WAIT_S)
+        self.cipher: Cipher | None = None  # see use_cipher
         self._page_io = self.page_io_type(files, self._pool, home.identity.store_uuid)
         self._publisher = self.publisher_type(
             home,
@@ -88,6 +103,7 @@ class DiskTier:
             self._state,
             self._map_bytes,
         )
+        self.plain_pages_found = 0  # by `load`, in a store that encrypts
         self._rows: list[RootRows] = []
         self._has_catalog = False
         self._pid = os.getpid()
@@ -105,12 +121,14 @@ class DiskTier:
         force_network: bool = False,
         load: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        cipher: Cipher | None = None,
     ) -> DiskTier:
         """Lock and open the store in `directories` (the first holds the catalog), or make one.
 
         Without `load` only the quick part is done, which can refuse: in use, foreign owner, newer
         format, network file system, no rights. The rest, `load`, is done by the first call that
-        needs it, usually `rows`; other calls wait for it. Raises TierError.
+        needs it, usually `rows`; other calls wait for it. `cipher` as in `use_cipher`. Raises
+        TierError.
         """
         files = files or FileLayer()
         home = StoreHome(directories, files, force=force_network)
@@ -126,6 +144,8 @@ class DiskTier:
         except TierError:
             home.close()
             raise
+        if cipher is not None:
+            tier.use_cipher(cipher)
         if load:
             try:
                 tier.load(progress)
@@ -133,6 +153,16 @@ class DiskTier:
                 tier.close()
                 raise
         return tier
+
+    def use_cipher(self, cipher: Cipher) -> None:
+        """Read encrypted pages and, if the cipher writes, encrypt new ones. Before `load`.
+
+        The cipher belongs to this store from now on.
+        """
+        if self.state is not TierState.LOADING:
+            raise ValueError("a cipher is given to a tier before it is loaded")
+        cipher.store_uuid = self.store_uuid
+        self.cipher = self._page_io.cipher = self._publisher.cipher = cipher
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Verify or rebuild the catalog and open the segments; `rows` has the pages after it.
@@ -146,6 +176,7 @@ class DiskTier:
             recovery = Recovery(
                 self._home, self._files, self._segments, self._space, self._map_bytes, progress
             )
+            recovery.cipher = self.cipher
             try:
                 found = recovery.run()
             except TierError as error:
@@ -153,6 +184,8 @@ class DiskTier:
                 raise
             self._rows = found.rows
             self._state.counters.records_dropped = found.records_dropped
+            self._state.counters.key_missing = found.locked_pages
+            self.plain_pages_found = found.plain_pages if self.encrypts else 0
             if found.catalog is None:
                 reason = f"{self._home.first} is on a read-only file system"
                 self._state.become(TierState.READ_ONLY, reason)
@@ -203,9 +236,24 @@ class DiskTier:
         """Whether all segments are read and written past the page cache."""
         return all(segment.direct for segment in self._segments)
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether new pages are encrypted."""
+        return self.cipher is not None and self.cipher.writes
+
     def slot_bytes(self, payload_bytes: int, metadata_bytes: int = 0) -> int:
         """Bytes of the slot that such a page takes: a container of that size can hold it."""
-        return payload_class(payload_bytes) + header_bytes_for(metadata_bytes)
+        return payload_class(payload_bytes) + self._header_bytes(metadata_bytes)
+
+    def slots_bytes(self, slots: NDArray[np.int64]) -> int:
+        """Bytes of these slots together, headers included."""
+        ids, counts = np.unique(slots >> SLOT_INDEX_BITS, return_counts=True)
+        found = [self._segments.of(int(each) << SLOT_INDEX_BITS) for each in ids]
+        return sum(
+            segment.shape.slot_bytes * int(count)
+            for segment, count in zip(found, counts, strict=True)
+            if segment is not None
+        )
 
     def stalled_s(self) -> float:
         """Seconds since the oldest disk call in progress began."""
@@ -229,7 +277,7 @@ class DiskTier:
         """
         self._use()
         capacity = payload_class(payload_bytes)
-        header = header_bytes_for(metadata_bytes)
+        header = self._header_bytes(metadata_bytes)
         taken = self._take(capacity, header, count)
         if len(taken) == count or not self._state.ready:
             return taken
@@ -255,6 +303,11 @@ class DiskTier:
         if not len(slots) == len(pages) == len(payloads):
             raise ValueError(f"{len(slots)} slots, {len(pages)} pages, {len(payloads)} payloads")
         results = [False] * len(slots)
+        if self.cipher is not None and self.cipher.writes:
+            problem = self.cipher.prepare({page.tenant for page in pages})
+            if problem:
+                self._space.last_refusal = problem
+                return results
         tasks = [
             self._write_task(position, slots[position], pages[position], payloads[position])
             for position in range(len(slots))
@@ -296,15 +349,16 @@ class DiskTier:
                     tasks.append(PageTask(position, slot, segment, page, buffer))
         for task, status in zip(tasks, self._page_io.read(tasks), strict=True):
             statuses[task.position] = status
-        self._count_reads(statuses)
+        with self._state.lock:
+            self.counters.count_reads(statuses)
         return statuses
 
     def free_many(self, slots: Sequence[int], *, erase: bool = False) -> None:
         """Give slots back. Published ones can be reserved again after the next commit.
 
-        `erase` also wipes their headers on disk and commits at once, so that no rebuild brings the
-        pages back: for evictions by an operator. Raises TierError when that fails, ValueError for a
-        slot that is not in use.
+        `erase` also wipes their headers on disk, and those of all slots freed before, and commits
+        at once, so that no rebuild brings the pages back: for evictions by an operator. Raises
+        TierError when that fails, ValueError for a slot that is not in use.
         """
         self._use()
         if not erase:
@@ -312,7 +366,8 @@ class DiskTier:
             return
         # Under the lock: a commit in between would give the slots out, and others' pages be wiped.
         with self._publisher.commit_lock:
-            self._publisher.erase(self._publisher.free(slots))
+            self._publisher.free(slots)
+            self._publisher.erase()
 
     def usage(self) -> Usage:
         """Bytes and slots, counted from the segments."""
@@ -348,11 +403,12 @@ class DiskTier:
                     f"{len(used - recorded)} used slots without record, "
                     f"{len(recorded - used - freed)} records of unused slots"
                 )
-            over = self._space.excess_bytes(publisher.catalog)
-            if over > 0:
-                raise TierError(f"{over} bytes over the capacity of {self._space.capacity_bytes}")
+            self._space.check(publisher.catalog)
 
-    # -- the rest -------------------------------------------------------------------------------
+    def published_slots(self) -> NDArray[np.int64]:
+        """All slots that hold a durable page."""
+        with self._state.lock:
+            return self._segments.published()
 
     def containers(self) -> list[Container]:
         """The segments, so that callers can choose what to empty."""
@@ -386,8 +442,11 @@ class DiskTier:
             if self.state is TierState.CLOSED or os.getpid() != self._pid:
                 return
             if self._state.ready:
-                self._publisher.commit_freed()
+                with contextlib.suppress(TierError):  # said in the log; the disk is what it is
+                    self._publisher.erase()
                 self._publisher.prove()
+            elif self.state is TierState.LOADING:
+                self._home.excuse_start()
             self._state.become(TierState.CLOSED, "closed")
             if not (self._pool.close(CLOSE_WAIT_S) and self._syncer.close(CLOSE_WAIT_S)):
                 log.error("%s: the disk does not answer; its files stay open", self._home.first)
@@ -397,7 +456,8 @@ class DiskTier:
             self._segments.close()
             self._home.close()
 
-    # -- private --------------------------------------------------------------------------------
+    def _header_bytes(self, metadata_bytes: int) -> int:
+        return header_bytes_for(metadata_bytes + (HEADER_SEAL_BYTES if self.encrypts else 0))
 
     def _take(self, payload_capacity: int, header_bytes: int, count: int) -> list[int]:
         with self._state.lock:
@@ -419,20 +479,13 @@ class DiskTier:
             )
         names = max(len(page.tenant.encode()), len(page.writer.encode()))
         metadata = len(page.tokens) + len(page.extras)
-        if names > NAME_BYTES_MAX or header_bytes_for(metadata) > shape.header_bytes:
+        if names > NAME_BYTES_MAX or self._header_bytes(metadata) > shape.header_bytes:
             self._space.last_refusal = (
                 f"disk tier: {metadata} bytes of tokens and extras, names of up to {names}, do not "
                 f"fit a header of {shape.header_bytes}"
             )
             return None
         return PageTask(position, slot, segment, page, payload)
-
-    def _count_reads(self, statuses: Sequence[ReadStatus]) -> None:
-        with self._state.lock:
-            self.counters.pages_read += statuses.count(ReadStatus.OK)
-            self.counters.corrupt_pages += statuses.count(ReadStatus.CORRUPT)
-            self.counters.stale_pages += statuses.count(ReadStatus.STALE)
-            self.counters.read_errors += statuses.count(ReadStatus.ERROR)
 
     def _use(self) -> None:
         """Refuse use after a fork; load when nobody did."""

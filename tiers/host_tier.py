@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiers.arena_use import ArenaUse, TenantUse
 from kvstore.tiers.available_memory import (
     HUGE_PAGE_BYTES,
     available_memory_bytes,
@@ -108,15 +109,18 @@ class HostTier:
         self._extents: dict[int, Extent] = {}
         # Extents with a free slot, by tenant and slot size; the last one is filled first.
         self._open: dict[tuple[str, int], list[Extent]] = {}
+        self._use = ArenaUse()
         self._container_ids = itertools.count(1)
         self._closed = False
         self._pool = ExtentPool(capacity_bytes, extent_bytes, huge_pages=huge_pages)
 
-    def reserve(self, tenant: str, payload_bytes: int, count: int) -> list[int]:
+    def reserve(
+        self, tenant: str, payload_bytes: int, count: int, *, extent_bytes_max: int | None = None
+    ) -> list[int]:
         """Hand out up to `count` slots; fewer when the arena is full. See Tier.
 
-        Waits, for a bounded time, only for memory that is still being populated. TierError when a
-        page of that size can never fit.
+        Waits, for a bounded time, only for memory that is still being populated. A tenant that has
+        `extent_bytes_max` gets no further extent. TierError when a page of that size can never fit.
         """
         slot_bytes = aligned(payload_bytes)
         bytes_min = header_bytes(1) + slot_bytes
@@ -131,6 +135,9 @@ class HostTier:
                 slots += self._take_slots(tenant, slot_bytes, count - len(slots))
                 if len(slots) == count or self._recycle(tenant, slot_bytes):
                     continue
+                extent_bytes = self._use.of(tenant).extent_bytes
+            if extent_bytes_max is not None and extent_bytes >= extent_bytes_max:
+                break
             memory = self._pool.take(bytes_min, self._populate_wait_s)
             if memory is None and not self._retire_empty_extent():
                 break
@@ -160,8 +167,12 @@ class HostTier:
 
     def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The generations of many slots at once; odd ones for -1, which names no slot."""
-        found = np.ones(len(slots), np.uint64)
         containers = slots >> SLOT_INDEX_BITS
+        first = int(containers[0]) if len(slots) else -1
+        if first >= 0 and (containers == first).all():
+            extent = self._extent(first << SLOT_INDEX_BITS)
+            return np.asarray(extent.generations[slots & SLOT_INDEX_MASK], np.uint64)
+        found = np.ones(len(slots), np.uint64)
         left = slots >= 0
         while left.any():
             container = int(containers[left.argmax()])
@@ -220,6 +231,7 @@ class HostTier:
                 if extent.free_count == 0:
                     self._open.setdefault(_class_of(extent), []).append(extent)
                 extent.give_back(indices)
+                self._use.add_slots(extent, -len(indices))
 
     def usage(self) -> Usage:
         """Bytes now. Allocated counts blank memory, staging and what readers still hold."""
@@ -234,6 +246,25 @@ class HostTier:
                 used_slots=sum(used),
                 free_slots=sum(extent.free_count for extent in extents),
             )
+
+    def published_slots(self) -> NDArray[np.int64]:
+        """All slots that hold a page to be read."""
+        with self._guard():
+            found = [
+                np.flatnonzero(extent.states == SlotState.PUBLISHED) + (number << SLOT_INDEX_BITS)
+                for number, extent in self._extents.items()
+            ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    @property
+    def extent_bytes(self) -> int:
+        """The usual size of an extent, in which capacity moves between tenants."""
+        return self._pool.extent_bytes
+
+    def tenant_use(self) -> dict[str, TenantUse]:
+        """What each tenant has of the arena now; tenants without an extent are absent."""
+        with self._guard():
+            return self._use.all()
 
     def containers(self) -> list[Container]:
         """The extents that exist now, oldest first."""
@@ -281,6 +312,7 @@ class HostTier:
             known = sum(extent.free_count > 0 for extent in self._extents.values())
             if listed != known:
                 raise TierError(f"{listed} extents listed as open, {known} have free slots")
+            self._use.check(self._extents.values())
 
     def close(self) -> None:
         """Give all memory back. Views that are still held stay valid, and pin their extent."""
@@ -292,6 +324,7 @@ class HostTier:
                 extent.retire()
             self._extents.clear()
             self._open.clear()
+            self._use.clear()
         self._pool.close()
 
     def _guard(self) -> threading.Lock:
@@ -316,6 +349,7 @@ class HostTier:
             extent = opened[-1]
             indices = extent.take(count - len(slots))
             slots += (indices + (extent.container_id << SLOT_INDEX_BITS)).tolist()
+            self._use.add_slots(extent, len(indices))
             if extent.free_count == 0:
                 opened.pop()
         return slots
@@ -343,10 +377,12 @@ class HostTier:
         container_id = next(self._container_ids)
         extent = Extent(memory, container_id, tenant, slot_bytes, self.boot_epoch)
         self._extents[container_id] = extent
+        self._use.add_extent(extent)
         self._open.setdefault(_class_of(extent), []).append(extent)
 
     def _remove_extent(self, extent: Extent) -> Memfd:
         del self._extents[extent.container_id]
+        self._use.remove_extent(extent)
         opened = self._open[_class_of(extent)]
         opened.remove(extent)
         if not opened:

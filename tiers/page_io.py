@@ -3,7 +3,8 @@
 Invariant: a page is reported written only if every byte of its slot was accepted by the kernel, and
 read only if header and payload on disk are those of the page asked for. Payload bytes go straight
 between the caller's memory and the disk, or through a bounce buffer where alignment or speed want
-that (`io_route.py`). Works on open segments; knows no catalog and no slot states.
+that (`io_route.py`); encrypted pages always through one, where encryption takes the place of the
+copy. Works on open segments; knows no catalog and no slot states.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ import errno
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.tiers.checksum import checksum, copy_and_checksum
+from kvstore.tiers.cipher import TAG_BYTES
+from kvstore.tiers.encrypted_page import (
+    encrypt_header,
+    is_encrypted,
+    payload_bound,
+    read_encrypted_header,
+)
 from kvstore.tiers.file_layer import (
     IOV_MAX,
     address_of,
@@ -26,11 +35,12 @@ from kvstore.tiers.file_layer import (
 )
 from kvstore.tiers.io_route import Route, RouteChooser
 from kvstore.tiers.segment import decode_page_header, encode_page_header, same_page
-from kvstore.tiers.tier import ALIGNMENT_BYTES, PageRecord, ReadStatus, aligned
+from kvstore.tiers.tier import ALIGNMENT_BYTES, PageRecord, ReadStatus, TierError, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.file_layer import FileLayer
     from kvstore.tiers.io_pool import Batch, IoPool
     from kvstore.tiers.segment_set import Segment
@@ -83,6 +93,7 @@ class PageIo:
         self._files = files
         self._pool = pool
         self._store_uuid = store_uuid
+        self.cipher: Cipher | None = None  # given before the first read or write
         self._bounce = threading.local()
         self.read_routes = RouteChooser()
         self.write_routes = RouteChooser()
@@ -92,14 +103,23 @@ class PageIo:
         """Queue writes of each page's slot; their end is waited for later. Syncs nothing."""
         runs = _runs(tasks)
         ways = (self._write_run, self._write_bounced)
-        calls = self._calls(runs, ways, self.write_routes)
+        calls: Sequence[Callable[[], Any]]
+        if self.cipher is not None and self.cipher.writes:
+            calls = [partial(self._write_encrypted, run) for run in runs]
+        else:
+            calls = self._calls(runs, ways, self.write_routes)
         return PendingWrite(tasks, runs, self._pool.start(calls))
 
     def read(self, tasks: Sequence[PageTask]) -> list[ReadStatus]:
         """Fill each task's buffer; returns what became of each."""
         runs = _runs(tasks)
         ways = (self._read_run, self._read_bounced)
-        answers = self._pool.run(self._calls(runs, ways, self.read_routes))
+        calls: Sequence[Callable[[], Any]]
+        if self.cipher is not None:  # a slot tells what it holds only when it is read
+            calls = [partial(self._read_bounced, run) for run in runs]
+        else:
+            calls = self._calls(runs, ways, self.read_routes)
+        answers = self._pool.run(calls)
         statuses: dict[int, ReadStatus] = {}
         for run, answer in zip(runs, answers, strict=True):
             if isinstance(answer, Exception) and not isinstance(answer, OSError):
@@ -128,6 +148,8 @@ class PageIo:
     # -- private: these run in the pool's threads -------------------------------------------------
 
     def _bounce_buffer(self, size: int) -> memoryview:
+        if size > BOUNCE_BYTES_MAX:  # encrypted; others go straight then
+            return contiguous_buffer(size)
         held: memoryview | None = getattr(self._bounce, "buffer", None)
         if held is None or len(held) < size:
             held = self._bounce.buffer = contiguous_buffer(max(size, RUN_BYTES_MAX * 5 // 4))
@@ -150,24 +172,91 @@ class PageIo:
             at = end
         write_fully(self._files, segment.descriptor, [block], shape.offset(run[0].slot))
 
+    def _write_encrypted(self, run: Sequence[PageTask]) -> None:
+        """As `_write_bounced`. A payload's tag, which belongs into the header, lands behind it."""
+        segment, shape = run[0].segment, run[0].segment.shape
+        span = _span(run)
+        block = self._bounce_buffer(span + ALIGNMENT_BYTES)
+        at = 0
+        for task in run:
+            size = task.page.payload_bytes
+            payload_at = at + shape.header_bytes
+            end = min(at + shape.slot_bytes, span)
+            place = block[payload_at : payload_at + size + TAG_BYTES]
+            encoded = self._encrypt(task, place)
+            block[at : at + len(encoded)] = encoded
+            _clear(block[at + len(encoded) : payload_at])
+            _clear(block[payload_at + size : end])
+            at = end
+        write_fully(self._files, segment.descriptor, [block[:span]], shape.offset(run[0].slot))
+
+    def _encrypt(self, task: PageTask, place: memoryview) -> bytes:
+        """Encrypt a page's payload into `place`, its tag behind it; returns the header."""
+        assert self.cipher is not None
+        page, header_bytes = task.page, task.segment.shape.header_bytes
+        try:
+            key = self.cipher.key_of(page.tenant)
+        except TierError as error:
+            raise OSError(errno.EIO, str(error)) from error
+        bound = payload_bound(page, self._store_uuid)
+        nonce = key.encrypt_into(task.payload[: page.payload_bytes], bound, place)
+        plain = encode_page_header(page, task.slot, self._store_uuid, header_bytes)
+        assert plain is not None, "the tier refuses pages that do not fit their header"
+        seal = nonce + bytes(place[page.payload_bytes :])
+        encoded = encrypt_header(plain, key, seal, header_bytes)
+        assert encoded is not None, "the tier refuses pages that do not fit their header"
+        return encoded
+
+    def _decrypt(self, task: PageTask, header: memoryview, place: memoryview) -> ReadStatus:
+        """Decrypt and verify an encrypted page. Its payload is in `place`, with room for a tag."""
+        found = read_encrypted_header(header, task.slot, self._store_uuid)
+        if found is None:
+            return ReadStatus.CORRUPT
+        key = self.cipher.known(found.key_id) if self.cipher is not None else None
+        if key is None:
+            return ReadStatus.LOCKED
+        plain = found.decrypt(key)
+        if plain is None:
+            return ReadStatus.CORRUPT
+        page = decode_page_header(plain, task.slot, self._store_uuid)
+        if page is None:
+            return ReadStatus.CORRUPT
+        if not same_page(page, task.page):
+            return ReadStatus.STALE
+        target = task.payload[: page.payload_bytes]
+        place[page.payload_bytes :] = found.payload_tag
+        bound = payload_bound(page, self._store_uuid)
+        if not key.decrypt_into(found.payload_nonce, place, bound, target):
+            return ReadStatus.CORRUPT
+        if self.verify_payloads and checksum(target) != page.checksum:
+            return ReadStatus.CORRUPT
+        return ReadStatus.OK
+
     def _read_bounced(self, run: Sequence[PageTask]) -> list[ReadStatus]:
         segment, shape = run[0].segment, run[0].segment.shape
-        block = self._bounce_buffer(_span(run))
+        span = _span(run)
+        room = self._bounce_buffer(span + ALIGNMENT_BYTES)
+        block = room[:span]
         got = read_fully(self._files, segment.descriptor, [block], shape.offset(run[0].slot))
         if got < len(block):
             raise _short(segment, got, len(block))
-        statuses = []
-        for index, task in enumerate(run):
-            at = index * shape.slot_bytes
-            payload = block[at + shape.header_bytes :][: task.page.payload_bytes]
+        statuses: list[ReadStatus] = []
+        for index in reversed(range(len(run))):  # a tag may take the place of the next header
+            task, at = run[index], index * shape.slot_bytes
+            header, payload_at = block[at : at + shape.header_bytes], at + shape.header_bytes
+            if is_encrypted(header):
+                end = payload_at + task.page.payload_bytes + TAG_BYTES
+                statuses.append(self._decrypt(task, header, room[payload_at:end]))
+                continue
+            payload = block[payload_at : payload_at + task.page.payload_bytes]
             target = task.payload[: task.page.payload_bytes]
             digest = None
             if self.verify_payloads:  # while the copy is in the processor's cache
                 digest = copy_and_checksum(payload, target)
             else:
                 copy_bytes(target, payload)
-            statuses.append(self._verify(task, block[at : at + shape.header_bytes], digest))
-        return statuses
+            statuses.append(self._verify(task, header, digest))
+        return statuses[::-1]
 
     def _write_run(self, run: Sequence[PageTask]) -> None:
         shape = run[0].segment.shape
@@ -229,6 +318,8 @@ class PageIo:
         expected = encode_page_header(task.page, task.slot, self._store_uuid, len(header))
         if expected is None or header[: len(expected)] != expected:
             found = decode_page_header(header, task.slot, self._store_uuid)
+            if is_encrypted(header):  # and this tier has no keys at all
+                return ReadStatus.LOCKED
             if found is None:
                 return ReadStatus.CORRUPT if any(header[:8]) else ReadStatus.STALE
             if not same_page(found, task.page):

@@ -63,7 +63,7 @@ def root_rows(scan: Scan) -> tuple[list[RootRows], npt.NDArray[np.int64]]:
     known &= (fixed["token_bytes"] % 4 == 0) & (fixed["token_bytes"] > 0)
     orphans = [fixed["slot"][~known]]
     groups = []
-    for rows in _split(fixed, np.flatnonzero(known)):
+    for rows in _split(fixed, np.flatnonzero(known), _tree_numbers(scan)):
         parents = _parents(fixed, rows)
         parents[_older_twins(fixed, rows)] = _MISSING
         lost = _lost(parents)
@@ -77,11 +77,28 @@ def root_rows(scan: Scan) -> tuple[list[RootRows], npt.NDArray[np.int64]]:
     return groups, np.concatenate(orphans)
 
 
-def _split(fixed: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Rows by (root, token count), ascending within a group, small groups first."""
+def _tree_numbers(scan: Scan) -> npt.NDArray[np.uint64]:
+    """A number for each row that is equal for rows of one tree.
+
+    Not its root id: a tree with plain and encrypted pages has several.
+    """
+    first: dict[tuple[bytes, str, bytes], int] = {}
+    same = {number: first.setdefault(root, number) for number, root in scan.roots.items()}
+    numbers: npt.NDArray[np.uint64] = scan.fixed["root_id"].astype(np.uint64)
+    if len(first) < len(same):
+        for number, known in same.items():
+            if number != known:
+                numbers[scan.fixed["root_id"] == number] = known
+    return numbers
+
+
+def _split(
+    fixed: npt.NDArray[Any], rows: npt.NDArray[np.int64], trees: npt.NDArray[np.uint64]
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Rows by (tree, token count), ascending within a group, small groups first."""
     if not len(rows):
         return
-    group = fixed["root_id"][rows].astype(np.uint64) << np.uint64(32)
+    group = trees[rows] << np.uint64(32)
     group |= fixed["token_bytes"][rows].astype(np.uint64)
     order = np.argsort(group, kind="stable")
     edges = np.flatnonzero(np.diff(group[order])) + 1

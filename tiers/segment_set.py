@@ -12,6 +12,8 @@ import errno
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore.tiers.file_layer import aligned_buffer, read_fully, write_fully
 from kvstore.tiers.segment import (
     SEGMENT_HEAD_BYTES,
@@ -25,6 +27,8 @@ from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK, Container, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from kvstore.tiers.file_layer import FileLayer
 
@@ -40,6 +44,8 @@ class Segment:
         self.descriptor = descriptor
         self.direct = direct
         self.states = bytearray(shape.slots)
+        # 1 where the slot was given back and its header not wiped, as far as this process knows.
+        self.stale = bytearray(shape.slots)
         self.free = shape.slots
         self.directory = path.parent
         self._sync_lock = threading.Lock()
@@ -70,6 +76,13 @@ class Segment:
     def state(self, slot: int) -> int:
         """State of one slot."""
         return self.states[slot & SLOT_INDEX_MASK]
+
+    def stale_slots(self) -> list[int]:
+        """Free slots that still have the header of a page that left."""
+        free = np.frombuffer(self.states, np.uint8) == FREE
+        stale = np.flatnonzero(free & (np.frombuffer(self.stale, np.uint8) == 1))
+        slots: list[int] = (stale + self.base).tolist()
+        return slots
 
     @property
     def used(self) -> int:
@@ -240,6 +253,14 @@ class SegmentSet:
             while at >= 0:
                 yield segment.base + at
                 at = segment.states.find(state, at + 1)
+
+    def published(self) -> NDArray[np.int64]:
+        """All slots that hold a page."""
+        found = [
+            np.flatnonzero(np.frombuffer(segment.states, np.uint8) == USED) + segment.base
+            for segment in self
+        ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def recount(self) -> int:
         """Set the counts of free slots to what the states say; how many were wrong."""

@@ -7,6 +7,7 @@ of its directories, and its boot number was never used before. Identity is kept 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -36,7 +37,7 @@ IDENTITY_NAMES = ("store.json", "store.bak.json")
 BOOT_NUMBER_MAX = (1 << 24) - 1  # sequence = boot number << 40 | counter, in 64 bits
 
 # Names that a directory may hold before it is ours: what a server puts beside the tier's own files.
-OWN_NAMES = ("secret", "catalog", "reserve", "lost+found", LOCK_NAME, *IDENTITY_NAMES)
+OWN_NAMES = ("secret", "keys", "catalog", "reserve", "lost+found", LOCK_NAME, *IDENTITY_NAMES)
 OWN_PREFIXES = ("kvstore.", "segment-", "quarantine-", "catalog.", "catalog-")
 
 # statfs magics (linux/magic.h) where flock, O_DIRECT or fsync do not mean what we need.
@@ -112,6 +113,11 @@ class StoreHome:
             return
         for name in IDENTITY_NAMES:
             self._files.replace_file(self.first / name, _encode(self.identity))
+
+    def excuse_start(self) -> None:
+        """This start was refused before it touched the catalog: it is no sign of a bad one."""
+        with contextlib.suppress(OSError):
+            self.write_identity(unproven_starts=max(0, self.identity.unproven_starts - 1))
 
     def close(self) -> None:
         """Give the locks up."""

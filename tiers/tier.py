@@ -35,6 +35,7 @@ class ReadStatus(IntEnum):
     CORRUPT = 1  # the bytes fail their checksum
     STALE = 2  # a sound page, but not the one that was asked for
     ERROR = 3  # the medium failed
+    LOCKED = 4  # encrypted with a key that is gone
 
 
 @dataclass(frozen=True, slots=True)

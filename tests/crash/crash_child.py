@@ -62,6 +62,7 @@ class Plan:
     flips: int = 0
     cut_catalog: bool = False  # damage the catalog itself before opening
     mutant: str = ""
+    encrypt: bool = False
     freeze: bool = False  # at its step the child waits for its end, and says so
 
 
@@ -106,7 +107,11 @@ class Child:
         self._tell_damage()
         self._say({"event": "opening"})
         store = Store.open(
-            plan.directory, files=self._files, disk_bytes=plan.disk_bytes, **STORE_SETTINGS
+            plan.directory,
+            files=self._files,
+            disk_bytes=plan.disk_bytes,
+            encrypt=plan.encrypt,
+            **STORE_SETTINGS,
         )
         store.state.on_left_disk = self._left_disk
         keys = KeyMap.of_store(plan.directory, self._chains)

@@ -69,13 +69,21 @@ class CrashLoop:
     """Cycles on one medium."""
 
     def __init__(
-        self, medium: Medium, scratch: Path, seed: int, odds: Odds, mutant: str = ""
+        self,
+        medium: Medium,
+        scratch: Path,
+        seed: int,
+        odds: Odds,
+        mutant: str = "",
+        *,
+        encrypt: bool = False,
     ) -> None:
         self._medium = medium
         self._scratch = scratch
         self._seed = seed
         self._odds = odds
         self._mutant = mutant
+        self._encrypt = encrypt
         self._chains = all_chains()
         self._ledger_path = scratch / f"{medium.name}.ledger"
         self._log_path = scratch / f"{medium.name}.log"
@@ -117,6 +125,7 @@ class CrashLoop:
             log_path=self._log_path,
             work_s=0.15 if ending.kind == "peace" else 30.0,
             flips=int(rng.random() < self._odds.flip and not last),
+            encrypt=self._encrypt,
             cut_catalog=bool(each) and cycle % each == 0,
             mutant=self._mutant,
             freeze=self._medium.freeze,

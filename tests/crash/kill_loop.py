@@ -1,6 +1,7 @@
 """Kills a working store again and again, and checks that it kept its word.
 
     python tests/crash/kill_loop.py --cycles 200
+    python tests/crash/kill_loop.py --cycles 50 --encrypt
     python tests/crash/kill_loop.py --mutate no-verify        exit 0: the mutant was caught
 
 Ends with status 1 when a page was wrong or lost. Kill -9 leaves the page cache as it is, so a
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mutate", choices=sorted(MUTANTS), default="")
+    parser.add_argument("--encrypt", action="store_true", help="the store encrypts its pages")
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object")
     parser.add_argument("--directory", type=Path, help="where to work (default: a temporary one)")
     given = parser.parse_args()
@@ -41,7 +43,10 @@ def main() -> int:
         )
         return 2
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="kill-loop-") as scratch:
-        loop = CrashLoop(KilledOnly(Path(scratch)), Path(scratch), given.seed, ODDS, given.mutate)
+        medium = KilledOnly(Path(scratch))
+        loop = CrashLoop(
+            medium, Path(scratch), given.seed, ODDS, given.mutate, encrypt=given.encrypt
+        )
         progress = Progress(quiet=given.json)
         loop.run(given.cycles, stop_when_bad=bool(given.mutate), progress=progress)
         if given.mutate:

@@ -6,6 +6,9 @@
     herd --clients 64      all ask for one missing prefix at a barrier: each page is written once,
                            and after a restart read from disk once
     hostile                a client attacks the memory that it was given, and its neighbour
+    frames --count 10000   mutated, random and poisoned messages at every door
+    cuts --count 200       connections that break at any byte, while pages cross them
+    crowd --count 1000     so many idle connections, then more than there are descriptors for
 
     python tests/crash/service_drills.py NAME [--count N] [--directory DIR] [--seed 0]
 
@@ -55,6 +58,7 @@ CLIENTS_A_PROCESS = 50
 PROCESSES_AT_ONCE = 2
 HERD_PAGES = 24
 COUNT_DEFAULTS = {"sigterm": 200, "deaths": 1000, "herd": 64, "hostile": 50}
+COUNT_DEFAULTS |= {"frames": 10_000, "cuts": 200, "crowd": 1000}
 
 
 def main() -> None:
@@ -85,6 +89,14 @@ def drill(name: str) -> Callable[[Path, int, int], tuple[list[str], str]]:
         from service_hostile import hostile
 
         return hostile
+    if name == "frames":
+        from service_frames import frames
+
+        return frames
+    if name in ("cuts", "crowd"):
+        import service_weather
+
+        return {"cuts": service_weather.cuts, "crowd": service_weather.crowd}[name]
     return {"sigterm": sigterm, "deaths": deaths, "herd": herd}[name]
 
 

@@ -38,6 +38,22 @@ def test_kept_pages_survive_kill_9_and_no_page_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_kept_pages_of_an_encrypted_store_survive_kill_9(tmp_path: Path) -> None:
+    expect_good("kill_loop.py", "--encrypt", "--cycles", "8", "--directory", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_encryption_drill_finds_no_prompt_and_no_page_of_a_deleted_key(tmp_path: Path) -> None:
+    status, facts, errors = run(
+        "encryption_drill.py", "--cycles", "2", "--directory", str(tmp_path)
+    )
+    assert status == 0, errors
+    assert facts["markers_found"] == 0
+    assert facts["pages_readable_after_key_deletion"] == 0
+    assert facts["other_tenant_readable"] == facts["other_tenant_before"] > 0
+
+
+@pytest.mark.slow
 def test_kept_pages_are_in_what_a_power_cut_leaves(tmp_path: Path) -> None:
     options = ("--variant", "layer", "--directory", str(tmp_path))
     summary = expect_good("power_cut.py", "--cycles", "8", *options)

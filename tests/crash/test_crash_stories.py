@@ -13,8 +13,10 @@ from known_pages import SPEC, load, prompt, save
 
 from kvstore import Store
 from kvstore.removal import Selection
+from kvstore.tiers.catalog import catalog_name
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.file_layer import FileLayer
+from kvstore.tiers.segment import FORMAT_VERSION
 from kvstore.tiers.tier import ReadStatus
 
 if TYPE_CHECKING:
@@ -117,3 +119,41 @@ def test_what_an_operator_evicted_is_gone_even_if_it_left_the_disk_before(tmp_pa
         session = store.session(SPEC)
         assert load(session, prompt(0, 5)) == 0
         assert load(session, prompt(1, 5)) == 5
+
+
+def test_no_older_copy_of_an_evicted_page_comes_back_by_a_rebuild(tmp_path: Path) -> None:
+    """Making room frees a slot without wiping it, for it will be written soon. A page that left the
+    disk so, and was written again elsewhere or stayed in memory, lay there twice: an operator's
+    eviction wiped one copy, and a rebuild from headers found the other.
+    """
+    with opened(tmp_path) as store:
+        session, state = store.session(SPEC), store.state
+        assert state.disk is not None
+        save(session, prompt(0, 5), durable=True)
+        save(session, prompt(1, 2), durable=True)
+        with state.lock:  # what making room does to the coldest chain
+            pages = state.index.match(session.root, prompt(0, 5).tobytes(), {})
+            state.leave_disk(pages[::-1])
+        state.free_unused_slots()
+        state.disk.commit_frees()
+        assert store.evict(Selection(prefix=prompt(0, 1), namespace=SPEC.namespace)).pages == 5
+        killed = shutil.copytree(tmp_path / "store", tmp_path / "killed" / "store")
+    (killed / catalog_name(FORMAT_VERSION) / "data.mdb").write_bytes(b"no catalog" * 1000)
+    with opened(killed.parent) as store:
+        session = store.session(SPEC)
+        assert load(session, prompt(0, 5)) == 0
+        assert load(session, prompt(1, 2)) == 2
+
+
+def test_a_good_end_leaves_no_header_of_a_page_that_left(tmp_path: Path) -> None:
+    """Else nobody would know of it after the next start."""
+    with opened(tmp_path) as store:
+        session, state = store.session(SPEC), store.state
+        save(session, prompt(0, 5), durable=True)
+        with state.lock:
+            pages = state.index.match(session.root, prompt(0, 5).tobytes(), {})
+            state.leave_disk(pages[::-1])
+    catalog = tmp_path / "store" / catalog_name(FORMAT_VERSION) / "data.mdb"
+    catalog.write_bytes(b"no catalog" * 1000)
+    with opened(tmp_path) as store:
+        assert load(store.session(SPEC), prompt(0, 5)) == 0

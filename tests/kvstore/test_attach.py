@@ -46,6 +46,7 @@ sys.stdin.read()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("attach") / "store"
     made = Server(ServerConfig(directory=directory, host_bytes="16MiB", disk_bytes="64MiB"))
+    made.store.wait_warm(10.0)
     made.start()
     yield made
     made.store.check()
@@ -87,6 +88,7 @@ def test_guests_map_what_the_session_maps_and_go_without_a_trace(
     first, second = guest_of(client), guest_of(client)
     tokens = prompt(next(_seeds), 4)
     reserved = client.reserve(tokens)
+    assert reserved.count == 4, reserved
     offsets = np.frombuffer(reserved.staging_offsets, "<u8").tolist()
     for page, offset in enumerate(offsets):
         guest = (first, second)[page % 2]

@@ -253,3 +253,22 @@ def test_a_unix_socket_with_a_path_needs_nothing_and_an_abstract_one_is_refused(
 def test_a_certificate_is_made_for_a_good_name_only() -> None:
     with pytest.raises(InvalidRequest):
         certificate_name("a/b", Role.ADMIN)
+
+
+@pytest.mark.parametrize("name", ["kvstore://public/writer", "kvstore://acme/publisher"])
+def test_certificates_of_public_are_publishers_only(tmp_path: Path, name: str) -> None:
+    authorizer = CredentialAuthorizer(None, certificates=True)
+    with pytest.raises(NotAuthenticated, match="publisher"):
+        authorizer.identify(Call(names=(name,)))
+    setup = Setup(tmp_path, certificates=True)
+    setup.edit(lambda book: book.with_tenant("public", Quota()))
+    setup.look.now += 10.0
+    published = setup.authorizer.identify(Call(names=("kvstore://public/publisher",)))
+    assert (published.tenant, published.role) == ("public", Role.PUBLISHER)
+
+
+def test_without_a_tenant_file_nobody_is_public() -> None:
+    authorizer = CredentialAuthorizer(None, certificates=True)
+    with pytest.raises(NotAuthenticated, match="has to be in a tenant file"):
+        authorizer.identify(Call(names=("kvstore://public/publisher",)))
+    assert not authorizer.quotas()

@@ -227,3 +227,26 @@ def test_connecting_to_nothing_and_a_store_in_memory_load_no_grpc() -> None:
         "assert 'grpc' not in sys.modules and 'google.protobuf' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_busy_server_that_says_nothing_is_left_alone_for_longer_each_time() -> None:
+    """gRPC itself refuses calls past its limit, and gives no hint."""
+    from kvstore.client_channel import CallFailed, Failure
+    from kvstore.client_link import HOLD_S_MIN, ServerLink
+    from kvstore.kvstore_pb2 import OpenReply
+    from kvstore.live_session import LiveSession
+
+    link = ServerLink(parse_address("kvstore://unix:/nowhere.sock"), ClientConfig())
+    live = LiveSession(OpenReply(), None)
+    holds = []
+    for _ in range(8):
+        link.failed(live, "Match", CallFailed(Failure.BUSY, "too many"))
+        holds.append(link._held_for["Match"])
+    assert holds[:3] == [HOLD_S_MIN, 2 * HOLD_S_MIN, 4 * HOLD_S_MIN]
+    assert holds[-1] == 1.0
+    assert not link._may_call(live, "Match")
+    assert link._may_call(live, "Reserve")
+    link.accepted("Match")
+    link.failed(live, "Match", CallFailed(Failure.BUSY, "too many"))
+    assert link._held_for["Match"] == HOLD_S_MIN
+    link.close()

@@ -302,7 +302,8 @@ def test_a_page_too_large_for_the_arena_is_refused_or_a_miss_and_others_go_on(
         with pytest.raises(CapacityError, match="raise host_bytes"):
             store.session(large)
         pages = store.state.index.match(store.root(large.namespace), prompt(0, 2))
-        store._stager.stage(pages.tolist(), store.state.clock() + 5)  # as a race would have it
+        coming = store._stager.begin(pages.tolist())  # as a race would have it
+        store._stager.wait(coming, store.state.clock() + 5)
         assert load(store.session(SPEC), prompt(0, 2)) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -244,6 +245,21 @@ def test_a_released_match_gives_no_views(store: Store) -> None:
         hit.views(0, 1)
 
 
+def test_misses_leave_nothing_behind(store: Store) -> None:
+    """A session kept every match that had found nothing: half a kilobyte a miss, for ever."""
+    session = store.session(SPEC)
+    for number in range(100):
+        with session.match(prompt(number, 2)) as hit:
+            assert hit.pages == 0
+        kept = weakref.ref(session.match(prompt(number, 2)))  # and not even released
+        assert kept() is None
+    save(session, prompt(1, 2))
+    with session.match(prompt(1, 2)) as hit:
+        kept = weakref.ref(hit)
+    del hit
+    assert kept() is None
+
+
 def test_a_closed_store_says_so() -> None:
     store = Store.open(None, host_bytes=1 << 20)
     session = store.session(SPEC)
@@ -256,14 +272,13 @@ def test_explain_names_the_first_differing_token(store: Store) -> None:
     session = store.session(SPEC)
     tokens = prompt(0, 3)
     save(session, tokens)
-    root = store.root(SPEC.namespace)
     other = tokens.copy()
     other[6] = 77
-    found = store.explain(root, other)
+    found = store.explain(other, namespace=SPEC.namespace)
     assert (found.matched_pages, found.differs_at) == (1, 6)
     assert (found.prompt_token, found.stored_token) == (77, int(tokens[6]))
-    assert store.explain(root, tokens).verdict.startswith("hit: all 3")
-    assert "shorter than a page" in store.explain(root, tokens[:2]).verdict
+    assert store.explain(tokens, namespace=SPEC.namespace).verdict.startswith("hit: all 3")
+    assert "shorter than a page" in store.explain(tokens[:2], namespace=SPEC.namespace).verdict
 
 
 def test_views_for_writing_end_with_the_commit(store: Store) -> None:

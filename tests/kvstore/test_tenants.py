@@ -308,3 +308,40 @@ def test_a_watch_sees_a_change_within_a_second_and_keeps_the_last_good_file(
 def test_a_watch_refuses_to_start_on_a_bad_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be opened"):
         TenantWatch(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("tenant", "role", "said"),
+    [
+        ("public", Role.WRITER, "written by the role publisher"),
+        ("public", Role.READER, "written by the role publisher"),
+        ("acme", Role.PUBLISHER, "for the tenant public only"),
+    ],
+)
+def test_public_has_publishers_and_nobody_else_has(
+    tmp_path: Path, tenant: str, role: Role, said: str
+) -> None:
+    book = TenantBook().with_tenant(tenant, Quota())
+    with pytest.raises(InvalidRequest, match=said):
+        book.with_token(tenant, role, NOW, None)
+    path = tmp_path / "tenants.json"
+    other = Role.PUBLISHER if tenant == "public" else Role.WRITER
+    edit_tenants(path, lambda _: book.with_token(tenant, other, NOW, None)[0], create=True)
+    path.write_text(path.read_text().replace(f'"{other}"', f'"{role}"'))
+    with pytest.raises(ConfigError, match=said):
+        load_tenants(path)
+
+
+def test_a_book_that_can_not_be_used_here_leaves_the_old_one_in_force(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    edit_tenants(path, lambda book: book.with_tenant("acme", Quota()), create=True)
+
+    def at_most_one(book: TenantBook) -> None:
+        if len(book.tenants) > 1:
+            raise ConfigError("too many")
+
+    watch = TenantWatch(path, check=at_most_one)
+    edit_tenants(path, lambda book: book.with_tenant("other", Quota()), create=False)
+    assert set(watch.fresh_book().tenants) == {"acme"}
+    with pytest.raises(ConfigError, match=r"tenants\.json: too many"):
+        TenantWatch(path, check=at_most_one)

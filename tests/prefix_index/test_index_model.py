@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.page_key import page_keys
-from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE, TIERS
+from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS, TIERS
 
 PAGE_TOKENS = 2
 ROOTS = [b"tenant one".ljust(32, b"."), b"tenant two".ljust(32, b".")]
@@ -91,8 +91,10 @@ class IndexMachine(RuleBasedStateMachine):
         known, below = self.model[chain], self.descendants(chain)
         if tier not in known.slots or self.held(known):
             return False
-        if any(tier in other.slots or self.held(other) for other in below):
+        if any(tier in other.slots for other in below):
             return False
+        if tier < LOCAL_TIERS and any(self.held(other) for other in below):
+            return False  # a lease keeps the whole chain, but not in what is not ours
         return len(known.slots) > 1 or not below
 
     def chain_of(self, page_id: int):
@@ -125,7 +127,7 @@ class IndexMachine(RuleBasedStateMachine):
         data=st.data(),
         root=st.sampled_from(ROOTS),
         run=st.lists(st.sampled_from(PAGES), min_size=1, max_size=7),
-        tiers=st.sampled_from([(HOST,), (DISK,), (HOST, DISK)]),
+        tiers=st.sampled_from([(HOST,), (DISK,), (REDIS,), (HOST, DISK), (HOST, DISK, REDIS)]),
     )
     def insert(self, data, root, run, tiers):
         bases = [pages for other, pages in sorted(self.model) if other == root]
@@ -187,7 +189,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.model[root, pages[:length]].hits += 1
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK]))
+    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK, REDIS]))
     def leave_one_tier(self, data, tier):
         chain = self.pick(data)
         allowed = self.may_leave(chain, tier)
@@ -196,7 +198,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.leave(chain, tier)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK]))
+    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK, REDIS]))
     def enter_or_lose_a_tier(self, data, tier):
         """Promotion may be in any order, and a page found corrupt leaves a hole."""
         known = self.model[self.pick(data)]
@@ -208,7 +210,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert slots.tolist() == [known.slots.pop(tier)]
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK]))
+    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK, REDIS]))
     def whole_chain_enters_a_tier(self, data, tier):
         root, pages = self.pick(data)
         chain = [self.model[root, pages[: length + 1]] for length in range(len(pages))]
@@ -283,7 +285,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        tier=st.sampled_from([HOST, DISK]),
+        tier=st.sampled_from([HOST, DISK, REDIS]),
         count=st.integers(0, 8),
         payload_bytes=st.integers(1, 100_000),
         only=st.sampled_from([None, ROOTS[:1], ROOTS]),
@@ -311,7 +313,7 @@ class IndexMachine(RuleBasedStateMachine):
                 if only is None or chain[0] in only
             )
 
-    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK]), count=st.integers(0, 8))
+    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK, REDIS]), count=st.integers(0, 8))
     def evict_by_a_ranking(self, data, tier, count):
         candidates = self.index.candidates(tier, self.now).tolist()
         expected = [

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis_server import RedisProcess
 
 from kvstore.tiers.checksum import checksum
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.host_tier import HostTier
+from kvstore.tiers.redis_address import RedisAddress
+from kvstore.tiers.redis_tier import RedisTier
 from kvstore.tiers.tier import (
     SLOT_INDEX_BITS,
     SLOT_INDEX_MASK,
@@ -30,11 +33,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
-CAPACITY_BYTES = {"host": 4 * MIB, "disk": 96 * MIB}
+CAPACITY_BYTES = {"host": 4 * MIB, "disk": 96 * MIB, "redis": 8 * MIB}
 TIERS = sorted(CAPACITY_BYTES)
 
 # Enough for the smallest tier to be full, few enough for the disk.
-FILL_PAYLOAD_BYTES = {"host": 20_000, "disk": MIB}
+FILL_PAYLOAD_BYTES = {"host": 20_000, "disk": MIB, "redis": 20_000}
 
 
 class OpenTier(Tier, Protocol):
@@ -45,10 +48,23 @@ class OpenTier(Tier, Protocol):
     def close(self) -> None: ...
 
 
-def make_tier(name: str, directory: Path) -> OpenTier:
+def make_tier(name: str, directory: Path, server: RedisProcess | None) -> OpenTier:
     if name == "host":
         return HostTier(CAPACITY_BYTES[name], 256 << 10)
-    return DiskTier.open([directory], CAPACITY_BYTES[name], load=True)
+    if name == "disk":
+        return DiskTier.open([directory], CAPACITY_BYTES[name], load=True)
+    assert server is not None
+    tier = RedisTier(
+        RedisAddress.parse(server.url), CAPACITY_BYTES[name], lambda tenant: tenant.encode() * 16
+    )
+    assert tier.link.wait_first(10.0)
+    return tier
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    with RedisProcess(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture(params=TIERS)
@@ -57,8 +73,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def tier(name: str, tmp_path: Path) -> Iterator[OpenTier]:
-    tier = make_tier(name, tmp_path)
+def tier(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenTier]:
+    server = request.getfixturevalue("redis_server") if name == "redis" else None
+    tier = make_tier(name, tmp_path, server)
     yield tier
     tier.check()
     tier.close()

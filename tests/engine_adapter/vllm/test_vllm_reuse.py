@@ -84,7 +84,7 @@ def test_preempted_requests_are_answered_right_from_a_tiny_pool(tmp_path: Path) 
         with engine(server.address, log) as first:
             expected = [first.run([request])[0] for request in requests]
             wait_saved(server.address, 9)
-        with engine(server.address, log, num_gpu_blocks_override=10) as second:
+        with engine(server.address, log, num_gpu_blocks_override=10, max_model_len=768) as second:
             for _ in range(2):
                 answers = second.run(requests)
                 for mine, theirs in zip(answers, expected, strict=True):

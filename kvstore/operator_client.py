@@ -1,0 +1,269 @@
+"""What an operator asks of a server: the calls of Store that look inside, evict, flush and watch.
+
+Same arguments and same records as the library's. Other than an engine's calls these raise, and say
+why: AccessDenied, ServerUnavailable, or what the server itself refused the call with.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvstore import documents
+from kvstore import kvstore_pb2 as pb
+from kvstore.client_channel import CallFailed, Failure
+from kvstore.client_link import ServerLink
+from kvstore.errors import (
+    AccessDenied,
+    CapacityError,
+    ClosedError,
+    DirectoryError,
+    InvalidRequest,
+    KVStoreError,
+    ServerUnavailable,
+)
+from kvstore.event_log import PageEvent
+from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage, PageFacts
+from kvstore.removal import Eviction, Selection
+from kvstore.request import (
+    checked_chain_id,
+    checked_deadline,
+    checked_extras,
+    checked_sequence,
+    checked_tokens,
+)
+from kvstore.store_stats import Stats, TierStats
+from kvstore.wire import CHAINS_MAX, CONTROL_BYTES_MAX, DEADLINE_S_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.client_config import ClientConfig
+    from kvstore.private_server import PrivateServer
+    from kvstore.request import Extras, Tokens
+    from kvstore.server_address import ServerAddress
+
+Record = TypeVar("Record")
+
+DEFAULT_TENANT = "default"
+QUESTION_S = 30.0  # a listing of many chains takes seconds
+QUESTION_MARGIN_S = 1.0
+WATCH_BACKOFF_S = 0.25
+PROMPT_BYTES_MAX = CONTROL_BYTES_MAX - (64 << 10)
+
+_ERRORS: dict[Failure, type[KVStoreError]] = {
+    Failure.DENIED: AccessDenied,
+    Failure.INVALID: InvalidRequest,
+    Failure.BUSY: CapacityError,
+    Failure.REFUSED: DirectoryError,
+}
+
+
+class OperatorClient:
+    """The operator's half of a connection; RemoteStore adds sessions. Thread-safe; close it."""
+
+    def __init__(
+        self, address: ServerAddress, config: ClientConfig, private: PrivateServer | None = None
+    ) -> None:
+        """Returns at once, whether there is a server or not. Raises ConfigError."""
+        self.config = config
+        self._link = ServerLink(address, config, private)
+        self._closing = threading.Event()
+
+    def namespaces(self) -> list[NamespaceUsage]:
+        """Every (namespace, tenant, salt) that has pages, the largest first."""
+        found = self._document("List", pb.ListRequest(limit=1))
+        return self._records(NamespaceUsage, found, "namespaces")
+
+    def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[Chain], int]:
+        """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
+        if not isinstance(limit, int) or not 0 <= limit <= CHAINS_MAX:
+            raise InvalidRequest(f"chains: limit is {limit!r}; a server lists up to {CHAINS_MAX}")
+        found = self._document("List", pb.ListRequest(limit=max(1, limit), sort=sort))
+        return self._records(Chain, found, "chains")[:limit], int(found["chains_total"])
+
+    def find_chain(self, chain_id: str) -> list[FoundChain]:
+        """Chains that end in a page whose key begins with these hex digits, page by page."""
+        request = pb.InspectRequest(chain=checked_chain_id(chain_id), several=True)
+        found = self._document("Inspect", request)
+        return [
+            FoundChain(
+                chain=self._record(Chain, each["chain"]),
+                pages=tuple(self._records(PageFacts, each, "pages")),
+                spec=each["spec"],
+            )
+            for each in found["found"]
+        ]
+
+    def explain(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: bytes,
+        tenant: str = DEFAULT_TENANT,
+        extras: Extras | None = None,
+    ) -> Explanation:
+        """Why this prompt hits or misses among a tenant's pages of one namespace."""
+        values, more = _prompt(tokens, extras)
+        request = pb.ExplainRequest(
+            tokens=values, namespace_prefix=namespace, tenant=tenant, extras=more
+        )
+        return self._record(Explanation, self._document("Explain", request))
+
+    def evict(
+        self,
+        selection: Selection,
+        *,
+        dry_run: bool = False,
+        include_pinned: bool = False,
+        erase_key: bool = False,
+    ) -> Eviction:
+        """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
+        if not isinstance(selection, Selection):
+            raise InvalidRequest("evict: a Selection is needed, from kvstore.removal")
+        if selection.root is not None:
+            raise InvalidRequest("evict: a server names trees by namespace and tenant, not by root")
+        values, more = _prompt(selection.prefix, selection.extras)
+        request = pb.EvictRequest(
+            tenant=selection.tenant or "",
+            namespace_prefix=selection.namespace or b"",
+            tokens=values,
+            has_prefix=selection.prefix is not None,
+            extras=more,
+            writer=selection.writer or "",
+            unused_for_s=selection.unused_for_s,
+            older_than_s=selection.older_than_s,
+            everything=selection.everything,
+            dry_run=dry_run,
+            include_pinned=include_pinned,
+            erase_key=erase_key,
+        )
+        reply = self._question("Evict", request, DEADLINE_S_MAX)
+        return Eviction(
+            chains=reply.chains,
+            pages=reply.pages,
+            payload_bytes=reply.payload_bytes,
+            kept_leased=reply.kept_leased,
+            kept_pinned=reply.kept_pinned,
+            dry_run=reply.dry_run,
+            redis_pages=reply.redis_pages,
+        )
+
+    def stats(self) -> Stats:
+        """Bytes, pages and counters of the server now."""
+        found = self._document("Stats", pb.StatsRequest())
+        return self._record(Stats, found | {"tiers": self._records(TierStats, found, "tiers")})
+
+    def flush(self, deadline_s: float = 10.0) -> bool:
+        """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
+        wait_s = min(checked_deadline(deadline_s), DEADLINE_S_MAX - QUESTION_MARGIN_S)
+        request = pb.FlushRequest(deadline_s=wait_s)
+        return bool(self._question("Flush", request, wait_s + QUESTION_MARGIN_S).done)
+
+    def watch(self, after_sequence: int = 0) -> Iterator[PageEvent]:
+        """What comes into a tier and leaves it from this call on, or after an event's number.
+
+        Of this credential's tenant, or of all for an admin. When the server is gone, the iterator
+        waits for it and goes on after the last number; what was missed meanwhile is an event
+        "lost". Ends with close(), or when the iterator is closed.
+        """
+        position = checked_sequence(after_sequence)
+        stream = self._watching(position)
+        if not position:  # so that nothing is missed from here on
+            try:
+                position = next(self._link.channel.replies(stream)).sequence
+            except CallFailed as exc:
+                raise self._error(exc) from exc
+        return self._follow(stream, position)
+
+    def close(self) -> bool:
+        """End the connection; the server goes on."""
+        self._closing.set()
+        self._link.close()
+        return True
+
+    def _follow(self, stream: Any, position: int) -> Iterator[PageEvent]:
+        try:
+            while not self._closing.is_set():
+                try:
+                    for event in self._link.channel.replies(stream):
+                        position = event.sequence
+                        if event.kind != "watching":
+                            yield PageEvent(
+                                position, event.tenant, event.kind, event.medium, event.keys
+                            )
+                except CallFailed as exc:
+                    if not self._closing.is_set() and exc.failure in _ERRORS:
+                        raise self._error(exc) from exc
+                if not self._closing.wait(WATCH_BACKOFF_S):
+                    stream = self._watching(position)
+        finally:
+            stream.cancel()
+
+    def _watching(self, position: int) -> Any:
+        self._require_open()
+        return self._link.channel.watch(pb.WatchRequest(after_sequence=position))
+
+    def _document(self, name: str, request: Any) -> dict[str, Any]:
+        reply = self._question(name, request, QUESTION_S)
+        try:
+            document = json.loads(reply.json)
+        except ValueError as exc:
+            raise ServerUnavailable(f"server {self._link.address}: {name}: {exc}") from exc
+        assert isinstance(document, dict)
+        return document
+
+    def _records(self, kind: type[Record], document: dict[str, Any], name: str) -> list[Record]:
+        return [self._record(kind, each) for each in document.get(name, ())]
+
+    def _record(self, kind: type[Record], document: Any) -> Record:
+        try:
+            return documents.record_of(kind, document)
+        except ValueError as exc:
+            raise ServerUnavailable(
+                f"server {self._link.address} is of another version: {exc}"
+            ) from exc
+
+    def _question(self, name: str, request: Any, timeout_s: float) -> Any:
+        self._require_open()
+        reason = self._link.why_unreachable()
+        if reason:
+            raise self._unavailable(reason)
+        local = self._link.address.socket is not None  # and somebody listens there
+        try:
+            return self._link.channel.call(name, request, timeout_s, wait_for_ready=local)
+        except CallFailed as exc:
+            raise self._error(exc) from exc
+
+    def _require_open(self) -> None:
+        if self._closing.is_set():
+            raise ClosedError("the connection is closed")
+
+    def _error(self, exc: CallFailed) -> KVStoreError:
+        """What an operator sees of a failed call: the server's own words where it spoke."""
+        kind = _ERRORS.get(exc.failure)
+        if kind is AccessDenied:
+            return AccessDenied(f"server {self._link.address}: {exc.details}")
+        if kind is not None:
+            return kind(exc.details or str(exc))
+        return self._unavailable(str(exc))
+
+    def _unavailable(self, reason: str) -> ServerUnavailable:
+        return ServerUnavailable(
+            f"server {self._link.address}: {reason}; is it running? `kvstore serve DIR` starts one"
+        )
+
+
+def _prompt(tokens: Tokens | None, extras: Extras | None) -> tuple[bytes, pb.Extras | None]:
+    """An operator's prompt goes in one message; a longer one would name something else if cut."""
+    if tokens is None:
+        return b"", None
+    values, more = checked_tokens(tokens), checked_extras(extras)
+    size = len(values) + sum(map(len, more.values()))
+    if size > PROMPT_BYTES_MAX:
+        raise InvalidRequest(
+            f"a prompt of {size} bytes; {PROMPT_BYTES_MAX} is the limit of one question to a "
+            "server: name a shorter beginning"
+        )
+    return values, pb.Extras(page_index=list(more), content=list(more.values()))
