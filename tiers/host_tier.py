@@ -11,9 +11,9 @@ never change until it is freed). Must not be here: who may evict what, leases, s
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,7 +110,8 @@ class HostTier:
         # Extents with a free slot, by tenant and slot size; the last one is filled first.
         self._open: dict[tuple[str, int], list[Extent]] = {}
         self._use = ArenaUse()
-        self._container_ids = itertools.count(1)
+        self._begun_s = time.monotonic()
+        self._last_container_id = 0
         self._closed = False
         self._pool = ExtentPool(capacity_bytes, extent_bytes, huge_pages=huge_pages)
 
@@ -374,11 +375,18 @@ class HostTier:
         return True
 
     def _add_extent(self, memory: Memfd, tenant: str, slot_bytes: int) -> None:
-        container_id = next(self._container_ids)
+        container_id = self._next_container_id()
         extent = Extent(memory, container_id, tenant, slot_bytes, self.boot_epoch)
         self._extents[container_id] = extent
         self._use.add_extent(extent)
         self._open.setdefault(_class_of(extent), []).append(extent)
+
+    def _next_container_id(self) -> int:
+        """Ids only rise, and tell the milliseconds since the start: clients see those of their own
+        extents, and counting would tell them how fast other tenants make theirs."""
+        age_ms = int((time.monotonic() - self._begun_s) * 1000)
+        self._last_container_id = max(self._last_container_id + 1, age_ms)
+        return self._last_container_id
 
     def _remove_extent(self, extent: Extent) -> Memfd:
         del self._extents[extent.container_id]

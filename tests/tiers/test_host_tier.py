@@ -250,6 +250,20 @@ def test_an_emptied_extent_serves_another_size_of_its_tenant_in_place() -> None:
         assert (state, container_id != last.container_id) == (1, True)
 
 
+def test_the_number_of_an_extent_tells_nothing_of_those_that_others_made_before() -> None:
+    """A tenant sees those of its own extents: counted, they would tell how fast others are."""
+    numbers = []
+    for others in (0, 5):
+        with opened(MIB, 128 * KIB) as tier:
+            for _ in range(others):
+                tier.free_many(tier.reserve("b", 4096, 1))
+                tier.free_many(tier.reserve("b", 8192, 1))
+            tier._begun_s -= 1000.0  # a while later
+            [slot] = tier.reserve("a", 4096, 1)
+            numbers.append(slot >> SLOT_INDEX_BITS)
+    assert all(1_000_000 <= number < 1_060_000 for number in numbers)
+
+
 def test_an_emptied_extent_goes_back_to_the_machine_before_another_tenant_gets_memory() -> None:
     with opened(MIB, 128 * KIB) as tier:
         slots = tier.reserve("a", 4096, 10_000)
