@@ -33,6 +33,8 @@ GIVE_BACK_S = 1.0
 HOLD_S_MIN = 0.05
 UNREACHABLE = "unreachable"
 
+# The server is there, and will say so again.
+REFUSALS = frozenset({Failure.DENIED, Failure.INVALID, Failure.REFUSED})
 # Calls that name a match or reservation: the server may know the session and not that.
 _ABOUT_HANDLES = frozenset({"Stage", "Commit", "Abort", "ReadPages", "WritePages"})
 
@@ -56,6 +58,7 @@ class ServerLink:
         self._held_until: dict[str, float] = {}
         self._held_for: dict[str, float] = {}  # of the last time, to hold for longer the next time
         self._refusals: dict[str, str] = {}
+        self._busy: dict[str, str] = {}  # why a call was put off, as long as it is held
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._state = ""
@@ -110,6 +113,7 @@ class ServerLink:
     def failed(self, live: LiveSession, name: str, exc: CallFailed) -> None:
         """A call got no reply: draw the conclusions."""
         self.count(f"calls_{exc.failure.name.lower()}")
+        self._busy.pop(name, None)
         if exc.failure is Failure.UNREACHABLE:
             live.end(str(exc))
         elif exc.failure is Failure.TIMEOUT:
@@ -122,6 +126,7 @@ class ServerLink:
                 live.end(str(exc))
         elif exc.failure is Failure.BUSY:
             self._hold(name, exc.hold_s)
+            self._busy[name] = _why_busy(exc)
         elif exc.failure is Failure.DENIED:
             self.refused(name, exc)
             self._hold(name, HOLD_S_MAX)
@@ -135,12 +140,31 @@ class ServerLink:
 
     def why_not(self, name: str) -> str:
         """Why a call got no reply, for whoever waits for what it would have given."""
-        return self._refusals.get(name) or self._refusals.get("Open") or UNREACHABLE
+        is_held = self._held_until.get(name, 0.0) > time.monotonic()
+        return (
+            self._refusals.get(name)
+            or (self._busy.get(name) if is_held else "")
+            or self._refusals.get("Open")
+            or self._busy.get("Open")
+            or UNREACHABLE
+        )
+
+    def not_opened(self, exc: CallFailed) -> bool:
+        """No session could be opened; whether the server is there and refuses this client."""
+        self._busy.pop("Open", None)
+        if exc.failure in REFUSALS:
+            self.refused("Open", exc)
+            return True
+        if exc.failure is Failure.BUSY:
+            self._busy["Open"] = _why_busy(exc)
+        self.note(f"not reached: {exc}")
+        return False
 
     def accepted(self, name: str) -> None:
         """A call was answered: what was said against it is over."""
         if name == "Open":
             self._refusals.clear()
+            self._busy.clear()
         elif self._held_for or self._refusals:
             self._held_for.pop(name, None)
             self._refusals.pop(name, None)
@@ -220,3 +244,8 @@ class ServerLink:
             ):
                 return False
         return True
+
+
+def _why_busy(exc: CallFailed) -> str:
+    """The server's own words: "quota: ..." where it is the tenant's own limit."""
+    return exc.details if exc.details.startswith("quota: ") else f"busy: {exc.details}"

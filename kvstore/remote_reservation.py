@@ -98,15 +98,17 @@ class RemoteReservation:
         if live is None or self._session.is_forked():
             return Commit(0, durable=False, reason=UNREACHABLE)
         if is_new and self._staging is None:
-            reply = self._send(live, durable, wait_s)
+            name, reply = "WritePages", self._send(live, durable, wait_s)
         else:
+            name = "Commit"
             request = CommitRequest(
                 session=live.id, reservation=self._id, durable=durable, deadline_s=wait_s
             )
-            reply = self._session.ask(live, "Commit", request, wait_s + COMMIT_MARGIN_S)
+            reply = self._session.ask(live, name, request, wait_s + COMMIT_MARGIN_S)
         if reply is None:
+            reason = self._session.why_not(name)
             self.abort()  # if the call got lost on its way, the pages must not stay reserved
-            return Commit(0, durable=False, reason=UNREACHABLE)
+            return Commit(0, durable=False, reason=reason)
         self._is_held = False
         self._forget()
         return Commit(reply.pages, durable=reply.durable, reason=reply.reason)

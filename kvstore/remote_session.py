@@ -57,9 +57,6 @@ RESERVE_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
 PROMPT_BYTES_MAX = CONTROL_BYTES_MAX - (64 << 10)
 EXTRA_BYTES = 16  # what a page's extras take besides their content
 
-# The server is there, and will say so again.
-_REFUSALS = frozenset({Failure.DENIED, Failure.INVALID, Failure.REFUSED})
-
 _log = logging.getLogger("kvstore.client")
 _numbers = itertools.count(1)
 
@@ -161,7 +158,8 @@ class RemoteSession:
 
         See Session.reserve. It may be shorter than asked, with the reason "limit": commit it, then
         reserve again for the rest. "unreachable": no server answers; "refused: ...": one does, and
-        not to this credential.
+        not to this credential; "quota: ..." and "busy: ...": it has no more for this tenant, or for
+        anybody, just now.
         """
         values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
@@ -247,6 +245,10 @@ class RemoteSession:
     def ask(self, live: LiveSession, name: str, request: Message | bytes, timeout_s: float) -> Any:
         """One call of this session; None when it got no reply. For its matches and reservations."""
         return self._link.ask(live, name, request, timeout_s)
+
+    def why_not(self, name: str) -> str:
+        """Why a call of this session got no reply. For its reservations."""
+        return self._link.why_not(name)
 
     def read_pages(
         self, live: LiveSession, header: pb.ReadPagesHeader, into: memoryview, timeout_s: float
@@ -363,11 +365,7 @@ class RemoteSession:
             try:
                 live = self._open()
             except CallFailed as exc:
-                refused = exc.failure in _REFUSALS
-                if refused:
-                    self._link.refused("Open", exc)
-                else:
-                    self._link.note(f"not reached: {exc}")
+                refused = self._link.not_opened(exc)
                 self._tell_attempt()
                 self._closing.wait(backoff_s * random.uniform(0.8, 1.2))
                 backoff_s = min(2 * backoff_s, REFUSED_BACKOFF_S_MAX if refused else BACKOFF_S_MAX)

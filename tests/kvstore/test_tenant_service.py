@@ -173,7 +173,7 @@ def test_names_of_another_tenant_mean_nothing_in_any_field(service: TenantServer
         "Explain": messages.ExplainRequest(tenant="a", tokens=prompt(seed, 4).tobytes()),
         "List": messages.ListRequest(),
     }.items():
-        assert refusal(service, "b", method, request).failure is Failure.REFUSED
+        assert refusal(service, "b", method, request).failure is Failure.DENIED
     assert load(mine, prompt(seed, 4)) == 4  # type: ignore[arg-type]
 
 
@@ -217,6 +217,13 @@ def test_sessions_reservations_and_pins_are_refused_with_numbers(tmp_path: Path)
             assert "quota: 3 reservations of this tenant are open; reservations_max is 3" in str(
                 said
             )
+        with sessions[0].reserve(prompt(950, 1)) as run:
+            assert run.reason.startswith("quota: 3 reservations of this tenant are open")
+        third = small.connect("a").session(SPEC)
+        assert not third.wait_open(1.0)
+        with third.reserve(prompt(950, 1)) as run:
+            assert run.reason.startswith("quota: 2 sessions of this tenant are open")
+        third.close()
         runs[0].abort()
         runs[1].commit()
         assert small.ask("a", Role.WRITER, "Reserve", request).count == 1
