@@ -1,4 +1,7 @@
-"""Looking inside: namespaces, chains, why a prompt hits or misses. Changes nothing."""
+"""Looking inside: namespaces, chains, why a prompt hits or misses. Changes nothing.
+
+What walks over a whole store does so in pieces, so that no look-up waits for it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.prefix_index.page_key import TOKEN_BYTES
+from kvstore.prefix_index.page_key import PAGE_KEY_BYTES, TOKEN_BYTES
 from kvstore.state import DISK, HOST, NO_PAGE, TIER_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 
 SORTS = ("size", "age", "idle", "hits")
+ROWS_A_HOLD = 8192  # of the page table, looked at in one hold of the lock
+NODES_A_HOLD = 1024
 FOUND_MAX = 20  # chains that one beginning of an id may name
 
 
@@ -117,70 +122,140 @@ class Explanation:
 
 
 def namespaces(state: StoreState, models: dict[bytes, str]) -> list[NamespaceUsage]:
-    """Every tree that has pages, the largest first. `models`: names by namespace."""
-    rows = []
-    with state.lock:
-        state.require_open()
-        table = state.index.table
-        for root, info in state.trees.items():
-            pages = tree_pages(state, root)
-            if len(pages) == 0:
-                continue
-            rows.append(
-                NamespaceUsage(
-                    namespace=info.namespace.hex(),
-                    tenant=info.tenant,
-                    root=root[:8].hex(),
-                    model=models.get(info.namespace, "?"),
-                    page_tokens=info.page_tokens,
-                    page_bytes=info.page_bytes,
-                    chains=sum(1 for _ in state.index.leaves(root)),
-                    pages=len(pages),
-                    payload_bytes=int(table.payload_bytes[pages].sum()),
-                    host_pages=int(np.count_nonzero(state.in_tier(pages, HOST))),
-                    disk_pages=int(np.count_nonzero(state.in_tier(pages, DISK))),
-                )
-            )
+    """Every tree that has pages, the largest first. `models`: names by namespace.
+
+    Counted in pieces, while pages come and go: exact where nothing changes meanwhile.
+    """
+    sums: dict[bytes, _Sums] = {}
+
+    def add_pages(live: NDArray[np.int32]) -> None:
+        for root, ids in state.index.by_root(live):
+            _sums_of(state, sums, root).add(state, ids)
+
+    def add_chains(ends: NDArray[np.int32]) -> None:
+        for root, ids in state.index.by_root(ends):
+            _sums_of(state, sums, root).chains += len(ids)
+
+    _each_page(state, add_pages)
+    _each_end(state, add_chains)
+    rows = [
+        NamespaceUsage(
+            namespace=found.info.namespace.hex(),
+            tenant=found.info.tenant,
+            root=root[:8].hex(),
+            model=models.get(found.info.namespace, "?"),
+            page_tokens=found.info.page_tokens,
+            page_bytes=found.info.page_bytes,
+            chains=found.chains,
+            pages=found.pages,
+            payload_bytes=found.payload_bytes,
+            host_pages=found.host_pages,
+            disk_pages=found.disk_pages,
+        )
+        for root, found in sums.items()
+        if found.pages
+    ]
     return sorted(rows, key=lambda row: -row.payload_bytes)
 
 
-def tree_pages(state: StoreState, root: bytes) -> NDArray[np.int32]:
-    """All pages of one tree, parents first."""
-    parts = [state.index.subtree(top) for top in state.root_pages(root)]
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+@dataclass(slots=True)
+class _Sums:
+    """What a walk has found of one tree so far."""
+
+    info: TreeInfo
+    chains: int = 0
+    pages: int = 0
+    payload_bytes: int = 0
+    host_pages: int = 0
+    disk_pages: int = 0
+
+    def add(self, state: StoreState, pages: NDArray[np.int32]) -> None:
+        self.pages += len(pages)
+        self.payload_bytes += int(state.index.table.payload_bytes[pages].sum())
+        self.host_pages += int(np.count_nonzero(state.in_tier(pages, HOST)))
+        self.disk_pages += int(np.count_nonzero(state.in_tier(pages, DISK)))
+
+
+def _sums_of(state: StoreState, sums: dict[bytes, _Sums], root: bytes) -> _Sums:
+    return sums.get(root) or sums.setdefault(root, _Sums(state.trees[root]))
+
+
+def _each_page(state: StoreState, look: Callable[[NDArray[np.int32]], None]) -> None:
+    """Look at all live pages, in pieces, each in one hold of the lock."""
+    table, at, there = state.index.table, 0, 1
+    while at < there:
+        with state.lock:
+            state.require_open()
+            there = table.rows
+            live = np.flatnonzero(table.node[at : min(at + ROWS_A_HOLD, there)] >= 0) + at
+            look(live.astype(np.int32))
+        at += ROWS_A_HOLD
+        state.breathe()
+
+
+def _each_end(state: StoreState, look: Callable[[NDArray[np.int32]], None]) -> None:
+    """Look at the last pages of all chains, in the same way."""
+    index, at, there = state.index, 0, 1
+    while at < there:
+        with state.lock:
+            state.require_open()
+            there = index.node_rows
+            look(index.ends(at, at + NODES_A_HOLD))
+        at += NODES_A_HOLD
+        state.breathe()
 
 
 def chains(
     state: StoreState, models: dict[bytes, str], *, limit: int, sort: str = "size"
 ) -> tuple[list[Chain], int]:
-    """The first `limit` chains by "size", "age", "idle" or "hits", and how many there are."""
-    with state.lock:
-        state.require_open()
-        table = state.index.table
-        keys: dict[str, Callable[[int], float]] = {
-            "size": lambda end: -int(table.depth[end]),
-            "age": lambda end: int(table.created[end]),
-            "idle": lambda end: float(table.last_use[end]),
-            "hits": lambda end: -int(table.hits[end]),
-        }
-        key = keys[sort]
-        ends = sorted(_ends(state), key=lambda pair: key(pair[0]))
-        return [_chain(state, models, end, info) for end, info in ends[:limit]], len(ends)
+    """The first `limit` chains by "size", "age", "idle" or "hits", and how many there are.
+
+    Found in pieces, while pages come and go; a chain that has gone when its turn comes is left out.
+    """
+    table = state.index.table
+    keys: dict[str, Callable[[NDArray[np.int32]], NDArray[Any]]] = {
+        "size": lambda ends: -table.depth[ends].astype(np.int64),
+        "age": lambda ends: table.created[ends],
+        "idle": lambda ends: table.last_use[ends],
+        "hits": lambda ends: -table.hits[ends].astype(np.int64),
+    }
+    pages: list[NDArray[np.int32]] = []
+    sequences: list[NDArray[np.uint64]] = []
+    ranks: list[NDArray[Any]] = []
+
+    def note(ends: NDArray[np.int32]) -> None:
+        pages.append(ends)
+        sequences.append(table.sequence[ends])
+        ranks.append(keys[sort](ends))
+
+    _each_end(state, note)
+    ids, marks = np.concatenate(pages), np.concatenate(sequences)
+    found = []
+    for position in np.argsort(np.concatenate(ranks), kind="stable")[:limit].tolist():
+        with state.lock:
+            state.require_open()
+            end = int(ids[position])
+            if table.is_live(end) and table.sequence[end] == marks[position]:
+                info = state.trees[state.index.root_of(end)]
+                found.append(_chain(state, models, end, info))
+    return found, len(ids)
 
 
 def find_chain(state: StoreState, chain_id: str) -> list[int]:
     """Pages whose key begins with `chain_id` (hex), at most FOUND_MAX."""
     whole = np.frombuffer(bytes.fromhex(chain_id[: len(chain_id) // 2 * 2]), np.uint8)
-    with state.lock:
-        state.require_open()
-        live = state.index.table.live()
+    found: list[int] = []
+
+    def look(live: NDArray[np.int32]) -> None:
         keys = np.ascontiguousarray(state.index.table.key[live]).view(np.uint8)
-        keys = keys.reshape(len(live), -1)
+        keys = keys.reshape(len(live), PAGE_KEY_BYTES)
         fits = (keys[:, : len(whole)] == whole).all(axis=1)
         if len(chain_id) % 2:
             fits &= keys[:, len(whole)] >> 4 == int(chain_id[-1], 16)
-        found: list[int] = live[fits][:FOUND_MAX].tolist()
-        return found
+        found.extend(live[fits].tolist())
+
+    _each_page(state, look)
+    return found[:FOUND_MAX]
 
 
 def found_chains(
@@ -188,17 +263,25 @@ def found_chains(
 ) -> list[FoundChain]:
     """The chains that end in pages whose key begins with `chain_id`. `specs`: JSON by namespace."""
     found = []
-    with state.lock:
-        for page in find_chain(state, chain_id):
+    for page in find_chain(state, chain_id):
+        with state.lock:
+            state.require_open()
+            if not state.index.table.is_live(page):  # gone since it was found
+                continue
             info = state.trees[state.index.root_of(page)]
-            spec = specs.get(info.namespace)
-            found.append(
-                FoundChain(
-                    chain=_chain(state, models, page, info),
-                    pages=tuple(_facts(state, each) for each in state.index.chain(page).tolist()),
-                    spec=json.loads(spec) if spec else None,
-                )
-            )
+            chain, pages = _chain(state, models, page, info), state.index.chain(page)
+            if not chain.chain_id.startswith(chain_id.lower()):  # another page stands there now
+                continue
+            state.index.lease(page)
+        try:
+            facts = []
+            for part in state.pieces(len(pages)):
+                with state.lock:
+                    facts += [_facts(state, each) for each in pages[part].tolist()]
+        finally:
+            _let_go(state, page)
+        spec = specs.get(info.namespace)
+        found.append(FoundChain(chain, tuple(facts), json.loads(spec) if spec else None))
     return found
 
 
@@ -211,24 +294,29 @@ def explain(
         page_tokens = state.trees[root].page_tokens
         found = state.index.match(root, tokens, extras)
         in_host = int(np.count_nonzero(state.in_tier(found, HOST)))
+        on_disk = int(np.count_nonzero(~state.in_tier(found, HOST) & state.in_tier(found, DISK)))
         position, stored = _first_difference(state, root, tokens, found)
-        others = _longer_elsewhere(state, root, tokens, extras, len(found) * page_tokens)
-        count = len(tokens) // TOKEN_BYTES
-        return Explanation(
-            prompt_tokens=count,
-            prompt_pages=count // page_tokens,
-            matched_pages=len(found),
-            matched_tokens=len(found) * page_tokens,
-            host_pages=in_host,
-            disk_pages=int(
-                np.count_nonzero(~state.in_tier(found, HOST) & state.in_tier(found, DISK))
-            ),
-            verdict=_verdict(count, page_tokens, len(found), position),
-            differs_at=position,
-            prompt_token=_token(tokens, position) if position is not None else None,
-            stored_token=stored,
-            other_namespaces=tuple(others),
-        )
+        tenant = state.trees[root].tenant
+        elsewhere = {
+            other: info
+            for other, info in state.trees.items()
+            if other != root and info.tenant == tenant
+        }
+    others = _longer_elsewhere(state, elsewhere, tokens, extras, len(found) * page_tokens)
+    count = len(tokens) // TOKEN_BYTES
+    return Explanation(
+        prompt_tokens=count,
+        prompt_pages=count // page_tokens,
+        matched_pages=len(found),
+        matched_tokens=len(found) * page_tokens,
+        host_pages=in_host,
+        disk_pages=on_disk,
+        verdict=_verdict(count, page_tokens, len(found), position),
+        differs_at=position,
+        prompt_token=_token(tokens, position) if position is not None else None,
+        stored_token=stored,
+        other_namespaces=tuple(others),
+    )
 
 
 def _verdict(count: int, page_tokens: int, matched: int, position: int | None) -> str:
@@ -269,23 +357,28 @@ def _first_difference(
 
 
 def _longer_elsewhere(
-    state: StoreState, root: bytes, tokens: bytes, extras: dict[int, bytes] | None, here: int
+    state: StoreState,
+    trees: Mapping[bytes, TreeInfo],
+    tokens: bytes,
+    extras: dict[int, bytes] | None,
+    here: int,
 ) -> list[str]:
-    """Namespaces of the same tenant in which this prompt has a longer chain."""
-    tenant = state.trees[root].tenant
+    """Namespaces of these trees in which this prompt has a longer chain."""
     longer = set()
-    for other, info in state.trees.items():
-        if other == root or info.tenant != tenant:
-            continue
-        if len(state.index.match(other, tokens, extras)) * info.page_tokens > here:
+    for root, info in trees.items():
+        with state.lock:
+            found = len(state.index.match(root, tokens, extras))
+        if found * info.page_tokens > here:
             longer.add(info.namespace.hex())
     return sorted(longer)
 
 
-def _ends(state: StoreState) -> Iterator[tuple[int, TreeInfo]]:
-    for root, info in state.trees.items():
-        for end in state.index.leaves(root):
-            yield int(end), info
+def _let_go(state: StoreState, page: int) -> None:
+    with state.lock:
+        if not state.closed:
+            state.index.unlease(page)
+            state.retry_condemned()
+            state.changed.notify_all()
 
 
 def _chain(state: StoreState, models: dict[bytes, str], end: int, info: TreeInfo) -> Chain:

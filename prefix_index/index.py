@@ -119,13 +119,14 @@ class PrefixIndex:
     def by_root(self, ids: Sequence[int] | Ids) -> list[tuple[bytes, Ids]]:
         """These pages tree by tree, in their order."""
         ids = as_ids(ids)
+        if not len(ids):
+            return []
         numbers = np.frombuffer(self._nodes.tree, np.int32)[self.table.node[ids]]
-        found = []
-        for number in np.unique(numbers).tolist():
-            tree = self._by_number[number]
-            assert tree is not None
-            found.append((tree.root, ids[numbers == number]))
-        return found
+        if (numbers == numbers[0]).all():
+            return [(self.root_of(int(ids[0])), ids)]
+        order = np.argsort(numbers, kind="stable")
+        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
+        return [(self.root_of(int(part[0])), part) for part in np.split(ids[order], cuts)]
 
     def match(self, root: bytes, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> Ids:
         """Ids of the longest stored chain that begins `tokens`. Changes nothing; read-only result.
@@ -167,6 +168,15 @@ class PrefixIndex:
         """The last page of each chain of a tree. The tree must not change meanwhile."""
         tree = self._by_root.get(root)
         return iter(()) if tree is None else tree.leaves()
+
+    def ends(self, first_node: int, stop_node: int) -> Ids:
+        """The last page of each chain that ends in one of these nodes, of all trees."""
+        return self._nodes.ends(first_node, stop_node)
+
+    @property
+    def node_rows(self) -> int:
+        """Past the largest number of a node."""
+        return len(self._nodes.tokens)
 
     # Pages come and go
 

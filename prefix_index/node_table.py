@@ -135,6 +135,13 @@ class NodeTable:
             if children:
                 stack.extend(reversed(children.values()))
 
+    def ends(self, first: int, stop: int) -> Ids:
+        """The last page of each chain that ends in one of the nodes [first, stop)."""
+        pages, children = self.pages, self.children
+        nodes = range(first, min(stop, len(pages)))
+        found = [pages[n][-PAGE_ID_BYTES:] for n in nodes if not children[n] and pages[n]]
+        return np.frombuffer(b"".join(found), np.int32)
+
     def tail_page(self, node: int) -> int:
         """Last page of a node's edge; NO_PAGE for a root."""
         last = self.pages[node][-PAGE_ID_BYTES:]
