@@ -20,6 +20,8 @@ from kvstore.state import NO_PAGE, REDIS, StoreState, TreeInfo
 from kvstore.tiers.tier import PageRecord, TierError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.tiers.redis_record import Sealed
     from kvstore.tiers.redis_tier import RedisTier
 
@@ -62,24 +64,33 @@ class RedisFinder:
         self._thread = threading.Thread(target=self._run, name="kvstore-redis-find", daemon=True)
         self._thread.start()
 
-    def look(self, tree: TreeInfo, tokens: bytes, extras: dict[int, bytes], start: int) -> bool:
-        """Whether pages from `start` on have come into the index; the caller leases those before.
+    def look(
+        self, trees: Sequence[tuple[TreeInfo, int]], tokens: bytes, extras: dict[int, bytes]
+    ) -> bool:
+        """Whether pages of this prompt have come into the index, under one of `trees`, each with
+        the number of pages that the store has there. All are asked about at once.
 
-        A match that has all whole pages of its prompt returns at once, and Redis is not asked.
+        Where a tree has all whole pages of the prompt, Redis is not asked about it.
         """
+        deadline = self._state.clock() + self._state.config.redis_lookup_s
+        looks = [self._ask(tree, tokens, extras, start) for tree, start in trees]
+        begun = [look for look in looks if look is not None]
+        for look in begun:
+            if not look.done.wait(max(0.0, deadline - self._state.clock())):
+                with self._state.lock:
+                    self._state.counters.redis_lookup_timeouts += 1
+        return any(look.found > 0 for look in begun)
+
+    def _ask(
+        self, tree: TreeInfo, tokens: bytes, extras: dict[int, bytes], start: int
+    ) -> _Look | None:
         page_bytes = TOKEN_BYTES * tree.page_tokens
         whole = len(tokens) // page_bytes
         if start >= whole or not self._is_asking_worthwhile():
-            return False
+            return None
         upto = tokens[: (start + 1) * page_bytes]
         name = tree.root, page_keys(tree.root, upto, tree.page_tokens, extras, first=start)
-        look = self._begin(name, _Look(tree, tokens[: whole * page_bytes], extras, start, name))
-        if look is None:
-            return False
-        if not look.done.wait(self._state.config.redis_lookup_s):
-            with self._state.lock:
-                self._state.counters.redis_lookup_timeouts += 1
-        return look.found > 0
+        return self._begin(name, _Look(tree, tokens[: whole * page_bytes], extras, start, name))
 
     def avoid(self, root: bytes, key: bytes) -> None:
         """A page that was found is damaged or gone: don't find it again for a while."""

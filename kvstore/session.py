@@ -5,9 +5,11 @@ All calls are safe to make from several threads. Its leases and reservations end
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ClosedError
+from kvstore.identity import PUBLIC_TENANT
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
@@ -61,6 +63,9 @@ class Session:
         self.share = share
         self.tree = tree
         self.public_root = public_root  # of a tree to find pages in, too
+        self._public_tree = (
+            replace(tree, root=public_root, tenant=PUBLIC_TENANT) if public_root else None
+        )
         self._evictor = evictor
         self._held: set[Match | Reservation] = set()
         self._runs: dict[bytes, Reservation] = {}  # open ones by the key of their first page
@@ -76,10 +81,29 @@ class Session:
         """
         values, more = checked_tokens(tokens), checked_extras(extras)
         found = self._match(values, more)
-        if self.share is not None and self.share.finder.look(self.tree, values, more, found.pages):
-            shorter, found = found, self._match(values, more, counted=found.pages)
-            shorter.release()
+        if self.share is not None and found.tokens < self._whole_tokens(values):
+            trees = self._trees_to_look_in(values, more, found.pages)
+            if self.share.finder.look(trees, values, more):
+                shorter, found = found, self._match(values, more, counted=found.pages)
+                shorter.release()
         return found
+
+    def _whole_tokens(self, values: bytes) -> int:
+        count = len(values) // TOKEN_BYTES
+        return count - count % self.spec.page_tokens
+
+    def _trees_to_look_in(
+        self, values: bytes, more: dict[int, bytes], found: int
+    ) -> list[tuple[TreeInfo, int]]:
+        """Where Redis may have more of this prompt, and how many pages the store has there."""
+        if self._public_tree is None:
+            return [(self.tree, found)]
+        with self.state.lock:
+            match = self.state.index.match
+            return [
+                (tree, len(match(tree.root, values, more)))
+                for tree in (self.tree, self._public_tree)
+            ]
 
     def _match(self, values: bytes, more: dict[int, bytes], *, counted: int | None = None) -> Match:
         """Look up and lease; `counted`: the pages of this same look-up that are counted already."""

@@ -14,6 +14,7 @@ from redis_server import RULES, RedisProcess
 
 from kvstore import CacheSpec, Store, StoreConfig
 from kvstore.errors import ConfigError, DirectoryError
+from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
 from kvstore.removal import Selection
 from kvstore.server_config import ServerConfig
 from kvstore.state import HOST
@@ -70,14 +71,14 @@ def until(what: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def share(store: Store, tokens: np.ndarray) -> None:
+def share(store: Store, tokens: np.ndarray, tenant: str = DEFAULT_TENANT) -> None:
     """Store a prompt, and see it through to Redis even if that takes several tries."""
-    save(store.session(SPEC), tokens)
+    save(store.session(SPEC, tenant=tenant), tokens)
     writer = store._share.writer
 
     def written() -> bool:
         if writer.flush(time.monotonic() + WAIT_S):
-            pages = store.state.index.match(store.root(SPEC.namespace), tokens)
+            pages = store.state.index.match(store.root(SPEC.namespace, tenant), tokens)
             with store.state.lock:
                 records = [store.state.record(page) for page in pages.tolist()]
             if all(store.state.redis.renew(records)):
@@ -174,6 +175,16 @@ def test_stores_and_tenants_that_differ_never_meet(
         assert counted(second, "redis_lookups") == 1
         assert counted(second, "redis_hits") == 0
         assert found(second, prompt(1, PAGES)) == (0 if other == "secret" else PAGES)
+
+
+def test_public_pages_are_found_in_redis_too(server: RedisProcess, secret_file: Path) -> None:
+    with opened(server, secret_file) as first, opened(server, secret_file) as second:
+        share(first, prompt(1, PAGES), tenant=PUBLIC_TENANT)
+        mine = second.session(SPEC, tenant="mine", public=True)
+        save(mine, prompt(1, 2))
+        until(lambda: load(mine, prompt(1, PAGES)) == PAGES)
+        assert load(second.session(SPEC, tenant="mine"), prompt(1, PAGES)) == 2
+        second.check()
 
 
 def test_a_longer_prompt_takes_the_rest_from_redis(server: RedisProcess, secret_file: Path) -> None:
