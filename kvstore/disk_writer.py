@@ -1,7 +1,8 @@
 """The one thread that writes pages to disk: in order, in groups, never in anybody's way.
 
 A queued page is leased, so it can't leave the arena before it is written. A page goes to disk only
-after its parent (or with it, in one group), so what is on disk is always whole chains.
+after its parent (or with it, in one group), so what is on disk is always whole chains. A group is
+worked on in pieces, so that look-ups get the lock in between.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.state import DISK, HOST, NO_PAGE
-from kvstore.tiers.tier import TierError, aligned
+from kvstore.shares import queue_room
+from kvstore.state import DISK, HOST, NO_PAGE, PIECE_PAGES
+from kvstore.tiers.tier import PageRecord, TierError, aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 GROUP_BYTES_MAX = 64 * 1024 * 1024
 GROUP_PAGES_MAX = 4096
 GROUP_WAIT_S = 0.010
+NO_BOUND = 1 << 62
 IDLE_WAIT_S = 1.0
 # A write that takes longer than this is a disk that hangs: commits then stay in memory only.
 STALL_S = 2.0
@@ -53,12 +56,14 @@ class DiskWriter:
         self._disk = disk
         self._evictor: Evictor | None = None
         self._queue: deque[int] = deque()
-        self._queued: set[int] = set()  # in the queue or being written
+        self._queued: dict[int, str] = {}  # in the queue or being written; whose each page is
         self._writing: set[int] = set()
         self._tickets: list[Ticket] = []
         self._oldest_s = 0.0
         self._stopping = False
         self.dirty_bytes = 0
+        self._dirty: dict[str, int] = {}  # of them, each tenant's
+        self._over_quota: dict[str, str] = {}  # tenants whose last pages their quota kept off disk
         self._progress_s = state.clock()
         self._thread = threading.Thread(target=self._run, name="kvstore-disk-writer", daemon=True)
 
@@ -82,11 +87,12 @@ class DiskWriter:
             while page != NO_PAGE and not self._on_disk(page) and page not in self._queued:
                 line.append(page)
                 page = int(table.parent[page])
+            owner = self._state.trees[index.root_of(line[0])].tenant if line else ""
             for item in reversed(line):
                 index.lease(item)
-                self._queued.add(item)
+                self._queued[item] = owner
                 self._queue.append(item)
-                self.dirty_bytes += int(table.payload_bytes[item])
+                self._count(owner, int(table.payload_bytes[item]))
             taken += len(line)
         if taken:
             if len(self._queue) == taken:
@@ -133,7 +139,7 @@ class DiskWriter:
 
     def cancel(self, pages: set[int]) -> None:
         """Take pages that are about to be evicted out of the queue, unless being written now."""
-        going = (pages & self._queued) - self._writing
+        going = (pages & self._queued.keys()) - self._writing
         if not going:
             return
         self._queue = deque(page for page in self._queue if page not in going)
@@ -141,6 +147,24 @@ class DiskWriter:
             if ticket.only_queue:
                 ticket.remaining -= going
         self._finish(going, set())
+
+    def room(self, tenant: str) -> int:
+        """Bytes that the tenant may have queued besides what it has; others can't take its part.
+
+        Unbounded while the disk hangs: then nothing is queued, and pages stay in memory only.
+        """
+        config, quotas = self._state.config, self._state.tenancy.quotas
+        if self.stalled:
+            return NO_BOUND
+        return queue_room(tenant, self._dirty, config.dirty_bytes_max, quotas)
+
+    def dirty_of(self, tenant: str) -> int:
+        """Bytes of its pages that wait for the disk."""
+        return self._dirty.get(tenant, 0)
+
+    def why_lost(self, tenant: str) -> str:
+        """Why pages of this tenant that were to be written are not on disk."""
+        return self._over_quota.get(tenant, "the disk tier failed or is full")
 
     @property
     def is_busy(self) -> bool:
@@ -217,41 +241,54 @@ class DiskWriter:
             _log.error("disk tier: write failed, its pages stay in memory only: %s", exc)
         except Exception:  # our bug; the thread must live on, or every later commit would wait
             _log.exception("disk tier: write failed, its pages stay in memory only")
-        with self._state.lock:
-            self._publish(group, written)
+        for part in self._state.pieces(len(group)):
+            with self._state.lock:
+                self._publish(group[part], written)
 
     def _reserve(self, group: list[int]) -> dict[int, int]:
         """A disk slot for each page, as far as they go."""
-        index = self._state.index
-        with self._state.lock:
-            wants: dict[tuple[str, int, int], list[int]] = {}  # by owner, bytes of payload, of slot
-            longest: dict[tuple[str, int, int], int] = {}  # metadata among them
-            for page in group:
-                tree = index.tree_of(page)
-                metadata = tree.page_bytes + len(index.table.extras.get(page, b""))
-                payload = int(index.table.payload_bytes[page])
-                owner = self._state.trees[tree.root].tenant
-                shape = owner, payload, self._disk.slot_bytes(payload, metadata)
-                wants.setdefault(shape, []).append(page)
-                longest[shape] = max(metadata, longest.get(shape, 0))
+        wants: dict[tuple[str, int, int], list[int]] = {}  # by owner, bytes of payload, of slot
+        longest: dict[tuple[str, int, int], int] = {}  # metadata among them
+        for part in self._state.pieces(len(group)):
+            with self._state.lock:
+                for shape, metadata, page in self._shapes(group[part]):
+                    wants.setdefault(shape, []).append(page)
+                    longest[shape] = max(metadata, longest.get(shape, 0))
         slots: dict[int, int] = {}
-        for shape, pages in wants.items():
-            got = self._reserve_alike(*shape[:2], longest[shape], len(pages))
-            slots.update(zip(pages, got, strict=False))
+        for shape, alike in wants.items():
+            got = self._reserve_alike(*shape[:2], longest[shape], len(alike))
+            slots.update(zip(alike, got, strict=False))
         return {page: slots[page] for page in group if page in slots}
+
+    def _shapes(self, pages: list[int]) -> Iterator[tuple[tuple[str, int, int], int, int]]:
+        """Owner, payload and slot bytes of each page, its metadata, and its id."""
+        index = self._state.index
+        for root, ids in index.by_root(pages):
+            tree = index.find_tree(root)
+            assert tree is not None, "pages that are queued are leased"
+            payloads = index.table.payload_bytes[ids].tolist()
+            for page, payload in zip(ids.tolist(), payloads, strict=True):
+                metadata = tree.page_bytes + len(index.table.extras.get(page, b""))
+                slot_bytes = self._disk.slot_bytes(payload, metadata)
+                yield (self._queued[page], payload, slot_bytes), metadata, page
 
     def _reserve_alike(
         self, owner: str, payload_bytes: int, metadata_bytes: int, count: int
     ) -> list[int]:
         assert self._evictor is not None
         slot_bytes = self._disk.slot_bytes(payload_bytes, metadata_bytes)
-        with self._state.lock:
-            count = self._evictor.disk_room(owner, slot_bytes, count)
+        while True:  # its own coldest leave where its quota asks for that
+            with self._state.lock:
+                fits, left = self._evictor.disk_room(owner, slot_bytes, count)
+            if fits >= count or not left:
+                break
+            self._state.breathe()
+        self._note_quota(owner, slot_bytes, is_short=fits < count)
+        count = fits
         slots = self._take(payload_bytes, metadata_bytes, count)
         while len(slots) < count:
             wanted = count - len(slots)
-            with self._state.lock:
-                evicted = self._evictor.make_room_disk(owner, payload_bytes, slot_bytes, wanted)
+            evicted = self._make_room(owner, payload_bytes, slot_bytes, wanted)
             more = self._take(payload_bytes, metadata_bytes, wanted)
             if not more:  # its kind has nothing to give: take a segment from another
                 with self._state.lock:
@@ -262,6 +299,28 @@ class DiskWriter:
             slots += more
         return slots
 
+    def _note_quota(self, owner: str, slot_bytes: int, *, is_short: bool) -> None:
+        assert self._evictor is not None
+        with self._state.lock:
+            self._over_quota.pop(owner, None)
+            if is_short:
+                self._over_quota[owner] = self._evictor.why_no_disk(owner, slot_bytes)
+
+    def _make_room(self, owner: str, payload_bytes: int, slot_bytes: int, wanted: int) -> int:
+        """Take pages off the disk, a piece at a time: their slots are freed by one commit."""
+        assert self._evictor is not None
+        wanted = self._evictor.batch(wanted)
+        evicted = 0
+        while evicted < wanted:
+            count = min(PIECE_PAGES, wanted - evicted)
+            with self._state.lock:
+                left = self._evictor.make_room_disk(owner, payload_bytes, slot_bytes, count)
+            if not left:
+                break
+            evicted += left
+            self._state.breathe()
+        return evicted
+
     def _take(self, payload_bytes: int, metadata_bytes: int, count: int) -> list[int]:
         self._state.free_unused_slots()
         return self._disk.reserve("", payload_bytes, count, metadata_bytes)
@@ -271,13 +330,16 @@ class DiskWriter:
         host = self._state.host
         if not pages or host is None:
             return {}
-        with self._state.lock:
-            table = self._state.index.table
-            records = [self._state.record(page) for page in pages]
-            payloads = [
-                host.view(int(table.slot[HOST][page]), aligned(record.payload_bytes))
-                for page, record in zip(pages, records, strict=True)
-            ]
+        records: list[PageRecord] = []
+        places: list[int] = []
+        for part in self._state.pieces(len(pages)):
+            with self._state.lock:
+                records += [self._state.record(page) for page in pages[part]]
+                places += self._state.index.table.slot[HOST][pages[part]].tolist()
+        payloads = [
+            host.view(place, aligned(record.payload_bytes))
+            for place, record in zip(places, records, strict=True)
+        ]
         kept = self._disk.write_many(slots, records, payloads)
         failed = [slot for slot, ok in zip(slots, kept, strict=True) if not ok]
         if failed:
@@ -285,7 +347,10 @@ class DiskWriter:
         return {page: slot for page, slot, ok in zip(pages, slots, kept, strict=True) if ok}
 
     def _publish(self, group: list[int], written: dict[int, int]) -> None:
-        """Tell the index; a page whose parent did not make it is given up again."""
+        """Tell the index; a page whose parent did not make it is given up again.
+
+        Those behind it in the group are leased meanwhile, and their ancestors with them.
+        """
         state, table = self._state, self._state.index.table
         done: list[int] = []
         arrived: set[int] = set()
@@ -312,8 +377,7 @@ class DiskWriter:
     def _finish(self, pages: set[int], arrived: set[int]) -> None:
         state, table = self._state, self._state.index.table
         for page in pages:
-            self._queued.discard(page)
-            self.dirty_bytes -= int(table.payload_bytes[page])
+            self._count(self._queued.pop(page), -int(table.payload_bytes[page]))
             state.index.unlease(page)
         for ticket in self._tickets:
             ticket.failed |= (ticket.remaining & pages) - arrived
@@ -321,12 +385,18 @@ class DiskWriter:
         state.retry_condemned()
         state.changed.notify_all()
 
+    def _count(self, owner: str, more_bytes: int) -> None:
+        self.dirty_bytes += more_bytes
+        self._dirty[owner] = self._dirty.get(owner, 0) + more_bytes
+        if not self._dirty[owner]:
+            del self._dirty[owner]
+
     def _on_disk(self, page: int) -> bool:
         return bool((self._state.index.table.state[page] >> DISK) & 1)
 
     def demote(self, pages: NDArray[np.int32]) -> int:
         """Queue pages that would otherwise be lost on leaving the arena; how many it took."""
-        room = self._state.config.dirty_bytes_max - self.dirty_bytes
-        table = self._state.index.table
+        table, index = self._state.index.table, self._state.index
+        room = self.room(self._state.trees[index.root_of(int(pages[0]))].tenant)
         fits = np.cumsum(table.payload_bytes[pages].astype(np.int64)) <= room
         return self.enqueue(pages[fits].tolist())

@@ -9,6 +9,7 @@ for another tenant while its own is within its share.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from kvstore.prefix_index.page_table import HELD
 from kvstore.quantity import format_bytes
 from kvstore.shares import Claims
-from kvstore.state import DISK, HOST
+from kvstore.state import DISK, HOST, PIECE_PAGES
 from kvstore.tiers.arena_use import NOTHING
 from kvstore.tiers.segment import payload_class
 from kvstore.tiers.tier import SLOT_INDEX_BITS, aligned
@@ -26,15 +27,45 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.prefix_index.page_table import PageTable
     from kvstore.state import StoreState
     from kvstore.tiers.tier import Container
 
-# Evict a few more than are asked for: a sweep over all pages must not be paid for each one.
+# Rank more than are asked for: a sweep over all pages must not be paid for each one. They leave in
+# pieces, each in one hold of the lock.
 BATCH_PART = 64
 BATCH_PAGES_MAX = 256
+PLANS_MAX = 64
 FULL = "full"
 
 _log = logging.getLogger("kvstore.store")
+
+
+@dataclass(slots=True)
+class Plan:
+    """Pages in the order in which they would leave, as a sweep found them."""
+
+    pages: NDArray[np.int32]
+    sequences: NDArray[np.uint64]
+    last_use: NDArray[np.float64]
+    at: int = 0
+
+    @staticmethod
+    def of(table: PageTable, pages: NDArray[np.int32]) -> Plan:
+        """Of pages that were ranked this moment."""
+        return Plan(pages, table.sequence[pages], table.last_use[pages])
+
+    def take(self, table: PageTable, count: int) -> NDArray[np.int32] | None:
+        """The next ones, less those that have gone or were used since; None at the end."""
+        if self.at >= len(self.pages):
+            return None
+        part = slice(self.at, self.at + count)
+        self.at += count
+        pages = self.pages[part]
+        same = (table.sequence[pages] == self.sequences[part]) & (table.node[pages] >= 0)
+        same &= table.last_use[pages] == self.last_use[part]
+        fresh: NDArray[np.int32] = pages[same]
+        return fresh
 
 
 class Evictor:
@@ -45,6 +76,7 @@ class Evictor:
         it took; what it took leaves the arena in a later call."""
         self._state = state
         self._demote = demote
+        self._plans: dict[tuple[int, tuple[bytes, ...]], Plan] = {}  # by tier and roots
 
     def take_host(self, tenant: str, payload_bytes: int, count: int) -> list[int]:
         """Slots of the arena that are free now, as many as the tenant's quota allows."""
@@ -104,18 +136,29 @@ class Evictor:
         self._state.counters.host_evictions += evicted
         return evicted
 
-    def disk_room(self, tenant: str, slot_bytes: int, count: int) -> int:
-        """How many more pages of this size the tenant's quota allows on disk, having taken its own
-        coldest off if need be."""
+    def disk_room(self, tenant: str, slot_bytes: int, count: int) -> tuple[int, int]:
+        """How many more pages of this size the tenant's quota allows on disk, and how many of its
+        own coldest have left for that now; as long as some do, ask again."""
         most = self._state.tenancy.disk.most(tenant)
         if most is None:
-            return count
-        room = (most - self._state.disk_use.get(tenant, 0)) // slot_bytes
-        if room < count:
-            mine = self._roots(tenant)
-            self._count_disk(self._evict_coldest(DISK, mine, count - max(0, room), exactly=True))
-            room = (most - self._state.disk_use.get(tenant, 0)) // slot_bytes
-        return max(0, min(room, count))
+            return count, 0
+        room = max(0, (most - self._state.disk_use.get(tenant, 0)) // slot_bytes)
+        if room >= count:
+            return count, 0
+        mine, wanted = self._roots(tenant), min(count - room, PIECE_PAGES)
+        left = self._count_disk(self._evict_coldest(DISK, mine, wanted, exactly=True))
+        room = max(0, (most - self._state.disk_use.get(tenant, 0)) // slot_bytes)
+        return min(room, count), left
+
+    def why_no_disk(self, tenant: str, slot_bytes: int) -> str:
+        """What disk_room found, in words, with the numbers of the quota."""
+        most = self._state.tenancy.disk.most(tenant)
+        assert most is not None
+        return (
+            f"quota: {format_bytes(self._state.disk_use.get(tenant, 0))} of disk_bytes_max = "
+            f"{format_bytes(most)} are in use and none can leave; a page takes "
+            f"{format_bytes(slot_bytes)}"
+        )
 
     def make_room_disk(self, tenant: str, payload_bytes: int, slot_bytes: int, count: int) -> int:
         """Take up to `count` pages of that size off the disk; how many pages left it."""
@@ -255,24 +298,47 @@ class Evictor:
         self, tier: int, roots: list[bytes], count: int, *, exactly: bool = False
     ) -> int:
         state = self._state
-        some_more = 0 if exactly else min(len(state.index) // BATCH_PART, BATCH_PAGES_MAX)
-        wanted = max(count, some_more)
+        wanted = count if exactly else max(count, min(self.batch(count), PIECE_PAGES))
         victims = self._coldest(tier, roots, wanted)
         if tier == HOST and state.unwritten:
             waiting = victims[np.isin(victims, list(state.unwritten))]
             if len(waiting) and self._demote(waiting[::-1]):  # parents first
                 state.counters.demotions += len(waiting)
+                self._plans.pop((tier, tuple(roots)), None)
                 victims = self._coldest(tier, roots, wanted)
         self._leave(tier, victims)
         return len(victims)
 
+    def batch(self, count: int) -> int:
+        """How many pages to evict in all where `count` are asked for."""
+        return max(count, min(len(self._state.index) // BATCH_PART, BATCH_PAGES_MAX))
+
     def _coldest(self, tier: int, roots: list[bytes], wanted: int) -> NDArray[np.int32]:
+        """The next of those that the last sweep ranked and nobody has touched since; if there are
+        none, sweep again."""
+        state, name = self._state, (tier, tuple(roots))
+        while plan := self._plans.get(name):
+            order = plan.take(state.index.table, wanted)
+            if order is None:
+                del self._plans[name]
+                break
+            victims = state.index.victims(tier, order, state.clock())
+            if len(victims):
+                return victims
+        ranked = self._rank(tier, roots, self.batch(wanted))
+        if len(ranked) > wanted:
+            if len(self._plans) >= PLANS_MAX:
+                self._plans.clear()
+            self._plans[name] = Plan.of(state.index.table, ranked[wanted:])
+        return ranked[:wanted]
+
+    def _rank(self, tier: int, roots: list[bytes], count: int) -> NDArray[np.int32]:
         state = self._state
         everything = len(roots) == len(state.trees)
         return state.index.coldest(
             tier,
             state.clock(),
-            pages=wanted,
+            pages=count,
             scores=state.policy.scores(state.index.table.last_use),
             roots=None if everything else roots,
         )

@@ -166,7 +166,9 @@ class Reservation:
             return Commit(count, durable=False, reason=reason)
         if writer.wait(ticket, deadline):
             return Commit(count, durable=True)
-        reason = "the deadline passed" if ticket.remaining else "the disk tier failed or is full"
+        reason = "the deadline passed"
+        if not ticket.remaining:
+            reason = writer.why_lost(self._session.tenant)
         return Commit(count, durable=False, reason=reason)
 
     def abort(self) -> None:

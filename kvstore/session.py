@@ -14,7 +14,7 @@ from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 from kvstore.reservation import LIMIT, PRESENT, Reservation, Run
-from kvstore.state import NO_PAGE
+from kvstore.state import BREATH_S, NO_PAGE, PIECE_PAGES
 from kvstore.tenant_usage import refuse_pin_over_quota
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState, TreeInfo
 
 KEY_BYTES = 16
+BEHIND = "disk behind"
+MORE = "more"  # pages have left the arena, and more must: only within this module
+ROUNDS_A_PIECE = 4  # others may take what has come free; then a reservation makes room at one go
 # How often a reservation that found no room looks again: memory may be populated by now, which
 # nobody announces.
 POLL_S = 0.02
@@ -152,11 +155,17 @@ class Session:
         with state.lock:
             self.require_open()
             deadline = state.clock() + wait_s
+            rounds = ROUNDS_A_PIECE * (1 + total // PIECE_PAGES)
             while True:
-                made = self._try_reserve(values, more, keys, total, limit)
+                made = self._try_reserve(values, more, keys, total, limit, at_once=not rounds)
+                if made.reason == MORE:
+                    rounds -= 1
+                    state.changed.wait(BREATH_S)
+                    self.require_open()
+                    continue
                 left = deadline - state.clock()
                 populating = made.reason == "full" and not state.host_populated
-                if left <= 0 or made.reason not in ("full", "disk behind"):
+                if left <= 0 or made.reason not in ("full", BEHIND):
                     break
                 if made.count and not populating:
                     break
@@ -254,7 +263,14 @@ class Session:
         return public if len(public) > len(mine) else mine
 
     def _try_reserve(
-        self, tokens: bytes, extras: dict[int, bytes], keys: bytes, total: int, limit: int | None
+        self,
+        tokens: bytes,
+        extras: dict[int, bytes],
+        keys: bytes,
+        total: int,
+        limit: int | None,
+        *,
+        at_once: bool,
     ) -> Reservation:
         """One attempt; the lock is held."""
         state = self.state
@@ -281,19 +297,22 @@ class Session:
             stop = start + limit
             if limit <= 0:
                 return self._nothing(start, LIMIT)
-        behind = self._disk_behind(stop - start)
-        if behind:
-            return self._nothing(start, behind)
+        queued = self._disk_takes(stop - start)
+        if not queued:
+            return self._nothing(start, BEHIND)
+        is_behind, stop = queued < stop - start, start + queued
         if before is not None:
             parent = NO_PAGE  # it gets one when the run before it is published
         if parent != NO_PAGE:
             state.index.lease(parent)
-        slots = self._take_slots(stop - start)
+        slots, is_more = self._take_slots(stop - start, at_once)
         if not slots:
             if parent != NO_PAGE:
                 state.index.unlease(parent)
-            return self._nothing(start, self._why_no_slots())
+            return self._nothing(start, MORE if is_more else self._why_no_slots())
         reason = LIMIT if is_limited else ("in progress" if stop < total else "")
+        if is_behind:
+            reason = BEHIND
         if len(slots) < stop - start:
             reason = self._why_no_slots()
         stop = start + len(slots)
@@ -331,26 +350,35 @@ class Session:
                 return page
         return total
 
-    def _disk_behind(self, pages: int) -> str:
-        """A reason to wait when more is queued for the disk than may be lost with this process."""
-        writer = self.disk_writer
-        if writer is None or writer.dirty_bytes == 0 or writer.stalled:
-            return ""
-        wanted = writer.dirty_bytes + pages * self.spec.page_bytes
-        return "disk behind" if wanted > self.state.config.dirty_bytes_max else ""
+    def _disk_takes(self, pages: int) -> int:
+        """How many of so many pages may be queued for the disk: what is there may be lost with this
+        process. Runs get shorter only for a tenant that has nothing there; others wait."""
+        writer, size = self.disk_writer, self.spec.page_bytes
+        if writer is None or writer.dirty_bytes == 0:
+            return pages
+        fit = writer.room(self.tenant) // size
+        if fit >= pages:
+            return pages
+        return 0 if writer.dirty_of(self.tenant) else max(1, fit)
 
     def _why_no_slots(self) -> str:
         return self._evictor.why_no_host(self.tenant, self.spec.page_bytes)
 
-    def _take_slots(self, count: int) -> list[int]:
-        size = self.spec.page_bytes
+    def _take_slots(self, count: int, at_once: bool) -> tuple[list[int], bool]:
+        """Slots, as many as there is room for; or none, when only a piece of the pages that must
+        go for them has left, and more can. at_once: they all leave in this hold of the lock."""
+        size, host = self.spec.page_bytes, self.state.host
         slots = self._evictor.take_host(self.tenant, size, count)
         while len(slots) < count:
-            wanted = count - len(slots)
-            if self._evictor.make_room_host(self.tenant, size, wanted) == 0:
+            wanted = min(count - len(slots), PIECE_PAGES)
+            if not self._evictor.make_room_host(self.tenant, size, wanted):
                 break
-            slots += self._evictor.take_host(self.tenant, size, wanted)
-        return slots
+            slots += self._evictor.take_host(self.tenant, size, count - len(slots))
+            if len(slots) < count and not at_once:
+                if slots and host is not None:
+                    host.free_many(slots)
+                return [], True
+        return slots, False
 
 
 def _split(keys: bytes) -> Iterable[bytes]:

@@ -15,11 +15,11 @@ from kvstore.errors import ConfigError
 from kvstore.quantity import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from kvstore.tenants import Quota
 
-__all__ = ["NO_QUOTAS", "Claims", "Tenancy", "TierShares", "room_beside"]
+__all__ = ["NO_QUOTAS", "Claims", "Tenancy", "TierShares", "queue_room", "room_beside"]
 
 KEPT_PART = 4  # of what can't be taken back, such a part is kept for whoever comes later
 
@@ -143,3 +143,19 @@ def room_beside(tenant: str, used: Mapping[str, int], capacity: int, tenants: It
     part = capacity // KEPT_PART // len(names)
     kept = sum(max(0, part - used.get(other, 0)) for other in names if other != tenant)
     return max(0, capacity - sum(used.values()) - kept)
+
+
+def queue_room(
+    tenant: str, used: Mapping[str, int], capacity: int, tenants: Collection[str]
+) -> int:
+    """How much more a tenant may queue: what is left of its own part, and of what all may borrow.
+
+    Half of the capacity is the tenants' own, in equal parts; nobody else's queue takes from it.
+    Without tenants all of it is to borrow.
+    """
+    part = capacity // 2 // len(tenants) if tenants else 0
+    mine = part if tenant in tenants else 0
+    own = {name: part if name in tenants else 0 for name in used}
+    borrowed = sum(max(0, size - own[name]) for name, size in used.items())
+    to_borrow = capacity - part * len(tenants)
+    return max(0, mine - used.get(tenant, 0)) + max(0, to_borrow - borrowed)

@@ -129,11 +129,19 @@ class Stager:
                     self._finish(list(self._queue))
                     self._queue.clear()
                     return
-                entries = self._pop_group()
-                slots = self._reserve(entries)
-                records = [state.record(entry.page) for entry in entries]
-                column = state.index.table.slot[self._tier]
-                places = [int(column[entry.page]) for entry in entries]
+                group = self._pop_group()
+            entries: list[Entry] = []
+            slots: list[int] = []
+            records: list[PageRecord] = []
+            places: list[int] = []
+            for part in state.pieces(len(group)):
+                piece = group[part]
+                with state.lock:
+                    slots += self._reserve(piece)
+                    records += [state.record(entry.page) for entry in piece]
+                    column = state.index.table.slot[self._tier]
+                    places += [int(column[entry.page]) for entry in piece]
+                entries += piece
             self._read_group(entries, slots, records, places)
 
     def _pop_group(self) -> list[Entry]:
@@ -204,8 +212,11 @@ class Stager:
             _log.exception("%s tier: read failed", TIER_NAMES[self._tier])
             statuses = [ReadStatus.ERROR] * len(entries)
         del buffers
+        for part in self._state.pieces(len(entries)):
+            with self._state.lock:
+                self._publish(entries[part], slots[part], statuses[part])
         with self._state.lock:
-            self._publish(entries, slots, statuses)
+            self._state.retry_condemned()
 
     def _publish(self, entries: list[Entry], slots: list[int], statuses: list[ReadStatus]) -> None:
         state = self._state

@@ -21,7 +21,7 @@ from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -33,11 +33,24 @@ if TYPE_CHECKING:
     from kvstore.tiers.host_tier import HostTier
     from kvstore.tiers.redis_tier import RedisTier
 
-__all__ = ["DISK", "HOST", "NO_PAGE", "REDIS", "TIER_NAMES", "Counters", "StoreState", "TreeInfo"]
+__all__ = [
+    "BREATH_S",
+    "DISK",
+    "HOST",
+    "NO_PAGE",
+    "PIECE_PAGES",
+    "REDIS",
+    "TIER_NAMES",
+    "Counters",
+    "StoreState",
+    "TreeInfo",
+]
 
 TIER_NAMES = ("host", "disk", "redis")
 LOCAL_BITS = (1 << LOCAL_TIERS) - 1
 WRITERS_MAX = 65_536
+PIECE_PAGES = 16  # that work on many pages looks at in one hold of the lock
+BREATH_S = 5e-5  # between two such holds, so that whoever waits for the lock gets it
 SEQUENCE_BITS = 40  # of a page's sequence number; the bits above name the boot that made it
 
 
@@ -148,6 +161,19 @@ class StoreState:
             )
         if self.closed:
             raise ClosedError("the store is closed; open it again with Store.open()")
+
+    def breathe(self) -> None:
+        """Between two holds of the lock by one thread: a lock that is free for no time at all goes
+        to nobody else."""
+        time.sleep(BREATH_S)
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Parts of so many items, each to be worked on in one hold of the lock, which the caller
+        takes: what is true of an item may have changed when its turn comes."""
+        for at in range(0, count, PIECE_PAGES):
+            if at:
+                self.breathe()
+            yield slice(at, at + PIECE_PAGES)
 
     def lease_bytes_max(self, tenant: str) -> int | None:
         """Bytes of pages that a tenant's sessions together may keep from moving: its share of the

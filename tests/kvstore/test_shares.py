@@ -12,7 +12,8 @@ from known_pages import PAGE_BYTES, SPEC, load, prompt, save
 
 from kvstore import Store
 from kvstore.errors import ConfigError, QuotaError
-from kvstore.shares import Claims, Tenancy, TierShares, room_beside
+from kvstore.shares import Claims, Tenancy, TierShares, queue_room, room_beside
+from kvstore.state import DISK, HOST, PIECE_PAGES
 from kvstore.tenants import Quota
 
 if TYPE_CHECKING:
@@ -86,6 +87,24 @@ def test_a_part_is_kept_for_whoever_comes_later() -> None:
     for other in "bcd":
         assert room_beside(other, used, 160, tenants) == 10
     assert room_beside("", {}, 160, ()) == 160
+
+
+@given(
+    st.integers(0, 200),
+    st.lists(st.tuples(st.sampled_from("abcz"), st.integers(1, 60)), max_size=30),
+)
+def test_a_queue_is_never_over_full_and_keeps_each_tenants_part_for_it(
+    capacity: int, asked: list[tuple[str, int]]
+) -> None:
+    used: dict[str, int] = {}
+    for tenant, size in asked:
+        taken = min(size, queue_room(tenant, used, capacity, "abc"))
+        used[tenant] = used.get(tenant, 0) + taken
+        assert sum(used.values()) <= capacity
+        for each in "abc":
+            left = capacity // 2 // 3 - used.get(each, 0)
+            assert queue_room(each, used, capacity, "abc") >= left
+    assert queue_room("z", {}, capacity, ()) == capacity
 
 
 # A real store
@@ -249,3 +268,61 @@ def test_the_disk_keeps_shares_and_bounds_too(tmp_path: Path) -> None:
     with Store.open(tmp_path / "kv") as store:
         store.check()  # what was loaded is counted too
         assert np.isclose(sum(store.state.disk_use.values()), sum(use.values()))
+
+
+def test_a_durable_commit_over_the_quota_of_the_disk_says_so(tmp_path: Path) -> None:
+    most = 6 * 8192
+    with Store.open(tmp_path / "kv", host_bytes=MIB, disk_bytes="64MiB") as store:
+        store.set_quotas({"a": Quota(disk_bytes_max=most), "b": Quota()})
+        for tenant in ("a", "b"):
+            with store.session(SPEC, tenant=tenant) as session:
+                with session.reserve(prompt(1, 12)) as run:
+                    done = run.commit(durable=True)
+                assert (done.pages, done.durable) == (12, tenant == "b")
+                if tenant == "a":
+                    assert done.reason.startswith("quota: ")
+                    assert "of disk_bytes_max = 48" in done.reason
+
+
+def test_much_at_once_is_done_in_pieces_so_that_look_ups_get_the_lock_between(
+    tmp_path: Path,
+) -> None:
+    """What comes to the disk, comes back from it, and leaves for room; a hold of the lock each."""
+    with Store.open(tmp_path / "kv", host_bytes="8MiB", disk_bytes="64MiB") as store:
+        seen: list[tuple[int, bool, int]] = []
+        store.state.index.observer = lambda pages, tier, comes: seen.append(
+            (tier, comes, len(pages))
+        )
+        session = store.session(SPEC)
+        assert save(session, prompt(1, 600)) == 600
+        assert store.flush(10.0)
+        assert save(session, prompt(2, 1500)) == 1500
+        assert store.flush(10.0)
+        with store.state.lock:
+            root = store.root(SPEC.namespace)
+            gone = store.state.index.match(root, prompt(1, 600).tobytes())
+            store.state.leave_host(gone[::-1])
+        begun = len(seen)
+        assert load(session, prompt(1, 600)) == 600
+        store.check()
+        to_disk = [count for tier, comes, count in seen if (tier, comes) == (DISK, True)]
+        assert (sum(to_disk), max(to_disk)) == (2100, PIECE_PAGES)
+        staged = [count for tier, comes, count in seen[begun:] if (tier, comes) == (HOST, True)]
+        assert (sum(staged), max(staged)) == (600, PIECE_PAGES)
+        assert save(session, prompt(3, 1500)) == 1500
+        left = [count for tier, comes, count in seen[begun:] if (tier, comes) == (HOST, False)]
+        assert (sum(left) >= 1400, max(left)) == (True, PIECE_PAGES)
+
+
+def test_what_was_used_since_a_sweep_ranked_it_stays(store: Store) -> None:
+    """A sweep ranks more pages than leave at once; those touched before their turn are not cold."""
+    session = store.session(SPEC)
+    flood(store, "default", 4 * 100, 0)
+    store.state.index.check()
+    kept = [number for number in range(100) if load(session, prompt(number, 4))]
+    oldest = kept[:20]
+    save(session, prompt(500, 4))  # ranks, and takes the first
+    for number in oldest[10:]:
+        assert load(session, prompt(number, 4)) == 4
+    flood(store, "default", 4 * 8, 600)
+    assert [load(session, prompt(number, 4)) for number in oldest[10:]] == [4] * 10

@@ -11,6 +11,7 @@ import pytest
 from known_pages import SPEC, load, prompt, save
 
 from kvstore import Store
+from kvstore.tenants import Quota
 from kvstore.tiers.file_layer import FileLayer
 
 if TYPE_CHECKING:
@@ -140,6 +141,38 @@ def test_a_hung_disk_costs_only_the_deadline_and_memory_goes_on(tmp_path: Path) 
         disk.goes_on.set()
         assert session.flush(10)
         assert load(session, prompt(1, 4)) == 4
+        store.check()
+
+
+def test_a_tenant_finds_its_part_of_the_disk_queue_free_however_others_flood(
+    tmp_path: Path,
+) -> None:
+    disk = BadDisk()
+    limit = 64 * 4096  # half of it for all, a quarter each
+    path = tmp_path / "store"
+    with Store.open(
+        path, host_bytes=1 << 20, disk_bytes="64MiB", dirty_bytes_max=limit, files=disk
+    ) as store:
+        store.set_quotas({"a": Quota(), "b": Quota()})
+        mine, theirs = store.session(SPEC, tenant="b"), store.session(SPEC, tenant="a")
+        disk.hangs.set()
+        for seed in range(20):
+            with theirs.reserve(prompt(seed, 4), deadline_s=0.0) as run:
+                if not run.count:
+                    break
+                run.commit()
+        assert run.reason == "disk behind"
+        assert store.stats().dirty_bytes == 48 * 4096
+        for seed in range(3):
+            with mine.reserve(prompt(seed, 4), deadline_s=0.0) as run:
+                assert run.count == 4
+                run.commit()
+        with mine.reserve(prompt(7, 20), deadline_s=0.0) as run:
+            assert (run.count, run.reason) == (0, "disk behind"), "more than it has left"
+        assert store.stats().dirty_bytes <= limit
+        disk.hangs.clear()
+        disk.goes_on.set()
+        assert store.flush(10)
         store.check()
 
 
