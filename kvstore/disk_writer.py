@@ -97,7 +97,7 @@ class DiskWriter:
         if taken:
             if len(self._queue) == taken:
                 self._oldest_s = self._state.clock()
-            self._state.changed.notify_all()
+            self._state.disk_work.notify_all()
         return taken
 
     def ticket(self, pages: Iterable[int]) -> Ticket:
@@ -114,6 +114,7 @@ class DiskWriter:
         ticket = Ticket(waiting, lost)
         if waiting:
             self._tickets.append(ticket)
+            self._state.disk_work.notify_all()  # what is queued waits for no more
         return ticket
 
     def wait(self, ticket: Ticket, deadline: float) -> bool:
@@ -135,6 +136,7 @@ class DiskWriter:
             ticket = Ticket(set(self._queued), only_queue=True)
             if ticket.remaining:
                 self._tickets.append(ticket)
+                self._state.disk_work.notify_all()
         return self.wait(ticket, deadline)
 
     def cancel(self, pages: set[int]) -> None:
@@ -180,7 +182,7 @@ class DiskWriter:
         done = self.flush(deadline)
         with self._state.lock:
             self._stopping = True
-            self._state.changed.notify_all()
+            self._state.disk_work.notify_all()
         self._thread.join(max(0.1, deadline - self._state.clock()))
         return done and not self._thread.is_alive()
 
@@ -205,9 +207,9 @@ class DiskWriter:
                     return None
                 if state.unused_slots:
                     return []
-                state.changed.wait(IDLE_WAIT_S)
+                state.disk_work.wait(IDLE_WAIT_S)
             while not self._group_is_due():
-                state.changed.wait(GROUP_WAIT_S)
+                state.disk_work.wait(GROUP_WAIT_S)
             return self._pop_group()
 
     def _group_is_due(self) -> bool:

@@ -58,6 +58,7 @@ class Stager:
         self._source = source
         self._host = host
         self._evictor = evictor
+        self._work = threading.Condition(state.lock)
         self._queue: deque[Entry] = deque()
         self._entries: dict[int, Entry] = {}
         self._stopping = False
@@ -100,7 +101,7 @@ class Stager:
         """End the thread; False when a read still hangs."""
         with self._state.lock:
             self._stopping = True
-            self._state.changed.notify_all()
+            self._work.notify_all()
         self._thread.join(max(0.1, deadline - self._state.clock()))
         return not self._thread.is_alive()
 
@@ -111,7 +112,7 @@ class Stager:
             self._entries[page] = entry
             self._queue.append(entry)
             self._state.index.lease(page)
-            self._state.changed.notify_all()
+            self._work.notify_all()
         else:
             self._state.counters.stage_joined += 1
         entry.waiters += 1
@@ -124,7 +125,7 @@ class Stager:
         while True:
             with state.lock:
                 while not self._queue and not self._stopping:
-                    state.changed.wait(1.0)
+                    self._work.wait(1.0)
                 if self._stopping:
                     self._finish(list(self._queue))
                     self._queue.clear()

@@ -2,7 +2,8 @@
 
 One lock guards the index and all that follows from it; nothing holds it over I/O, copies or hashes.
 `changed` is notified whenever a waiter may find something new: a page staged, a run committed or
-dropped, room made.
+dropped, room made. Threads with a queue of their own wait for that only: woken by each look-up that
+ends, they would take the interpreter from the next.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ class StoreState:
     # Held while slots go from the lists below to the tier; taken before `lock`.
     freeing: threading.Lock = field(default_factory=threading.Lock)
     changed: threading.Condition = field(init=False)
+    disk_work: threading.Condition = field(init=False)  # the disk writer waits here
     closed: bool = False
     warm: bool = True  # False while the trees are being rebuilt from disk
     trees: dict[bytes, TreeInfo] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class StoreState:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
+        self.disk_work = threading.Condition(self.lock)
 
     def require_open(self) -> None:
         """Raise unless this store may be used by this process now."""
@@ -313,6 +316,7 @@ class StoreState:
             left = self.index.clear_tier(resident, DISK)
             self.count_disk(resident, left, -1)
             slots.extend(left.tolist())
+            self.disk_work.notify_all()
         return len(resident)
 
     def enter_disk(self, pages: NDArray[np.int32], slots: NDArray[np.int64]) -> None:

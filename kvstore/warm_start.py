@@ -125,3 +125,4 @@ class WarmStart:
             state.count_disk(ids, part.slots[loaded.ids != NO_PAGE], 1)
             state.unused_slots.extend(part.slots[loaded.dropped].tolist())
             state.changed.notify_all()
+            state.disk_work.notify_all()

@@ -376,6 +376,11 @@ class IndexMachine(RuleBasedStateMachine):
                 if chain[0] == root and not self.descendants(chain)
             ]
             assert sorted(self.index.leaves(root)) == sorted(ends)
+        rows = range(0, self.index.node_rows, 2)
+        by_piece = np.concatenate([self.index.ends(at, at + 2) for at in rows] or [[]])
+        by_root = {root: ids.tolist() for root, ids in self.index.by_root(by_piece)}
+        for root in ROOTS:
+            assert sorted(by_root.get(root, [])) == sorted(self.index.leaves(root))
 
     def teardown(self):
         """Removing everything leaves nothing."""
