@@ -48,7 +48,7 @@ ROOMS = {
         "grpc grpc_health grpc_reflection google cryptography",
     ),
     "prefix_index": room("", "numpy xxhash typing_extensions"),
-    "tiers": room("", "numpy lmdb redis xxhash typing_extensions cryptography"),
+    "tiers": room("", "numpy lmdb redis xxhash zstandard torch typing_extensions cryptography"),
     "kernels": room("", "numpy torch triton"),
 }
 LINKED = [name for name in ROOMS if name != PACKAGE]
@@ -57,12 +57,15 @@ ONE_MODULE_A_ROOM = {
     "lmdb",
     "redis",
     "xxhash",
+    "zstandard",
     "cryptography",
     "pydantic",
     "tokenizers",
     "gguf",
     "triton",
 }
+# The store must start without it: of the tiers, only the one whose memory is torch's imports it.
+TORCH_IN_TIERS = {"tiers/device_tier.py"}
 # What the store's users see is written by these; elsewhere print is a forgotten debug line.
 MAY_PRINT = re.compile(r"kvstore/cli\w*\.py|engine_adapter/demo\w*\.py|bench/.*|tests/crash/.*")
 # Entry points, reached by a command line and not by an import.
@@ -157,7 +160,8 @@ def test_the_import_table_refuses_what_it_should() -> None:
         ("kvstore", "kvstore.kernels"),
         ("tiers", "kvstore.prefix_index.index"),
         ("tiers", "kvstore.errors"),
-        ("tiers", "torch"),
+        ("prefix_index", "torch"),
+        ("kvstore", "torch"),
         ("prefix_index", "lmdb"),
         ("engine_adapter", "kvstore.tiers.tier"),
         ("kvstore", "lmdb"),
@@ -189,6 +193,16 @@ def test_a_client_library_is_imported_in_one_module_of_a_room(folder: str) -> No
             users.setdefault(name.split(".")[0], set()).add(name_of(file))
     many = {name: files for name, files in users.items() if len(files) > 1}
     assert not {name: many[name] for name in ONE_MODULE_A_ROOM & set(many)}
+
+
+def test_of_the_tiers_only_the_device_tier_imports_torch() -> None:
+    users = {
+        name_of(file)
+        for file in room_files("tiers")
+        for _, name in imports_of(file)
+        if name.split(".")[0] == "torch"
+    }
+    assert users <= TORCH_IN_TIERS
 
 
 def calls_that_run_data(file: Path) -> list[str]:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
-CAPACITY_BYTES = {"host": 4 * MIB, "disk": 96 * MIB, "redis": 8 * MIB}
+CAPACITY_BYTES = {"host": 4 * MIB, "disk": 96 * MIB, "redis": 8 * MIB, "device": 16 * MIB}
 TIERS = sorted(CAPACITY_BYTES)
 
 # Enough for the smallest tier to be full, few enough for the disk.
-FILL_PAYLOAD_BYTES = {"host": 20_000, "disk": MIB, "redis": 20_000}
+FILL_PAYLOAD_BYTES = {"host": 20_000, "disk": MIB, "redis": 20_000, "device": 100_000}
 
 
 class OpenTier(Tier, Protocol):
@@ -53,6 +53,9 @@ def make_tier(name: str, directory: Path, server: RedisProcess | None) -> OpenTi
         return HostTier(CAPACITY_BYTES[name], 256 << 10)
     if name == "disk":
         return DiskTier.open([directory], CAPACITY_BYTES[name], load=True)
+    if name == "device":
+        pytest.importorskip("torch", reason="the device tier is torch memory")
+        return device_tier(CAPACITY_BYTES[name])
     assert server is not None
     tier = RedisTier(
         RedisAddress.parse(server.url), CAPACITY_BYTES[name], lambda tenant: tenant.encode() * 16
@@ -65,6 +68,12 @@ def make_tier(name: str, directory: Path, server: RedisProcess | None) -> OpenTi
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
     with RedisProcess(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+def device_tier(capacity_bytes: int) -> OpenTier:
+    from kvstore.tiers.device_tier import DeviceTier  # torch, which tiers need not have
+
+    return DeviceTier(capacity_bytes)
 
 
 @pytest.fixture(params=TIERS)

@@ -1,0 +1,309 @@
+"""Gather: paged KV -> contiguous pages, all layers of all pages in one launch.
+
+    page     | plane 0 | plane 1 | ...      each [heads, tokens, dim] or [tokens, heads, dim]
+    plane p  | block ids[0] | block ids[1] | ...     page_tokens / block_tokens blocks a page
+
+Reads each byte of the blocks once, and 8 bytes for each block id and address; writes each byte of
+the pages once. So the bound is the slower of two memories: with n bytes of pages, 2n over a GPU's
+own bandwidth, or n over PCIe. Offsets are 64 bits wide. Bytes are moved as integers as wide as
+addresses and strides allow, so every dtype comes out bit for bit, NaN payloads included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvstore.kernels.jit import FP_OPTIONS, jit, launches_on, tl
+from kvstore.kernels.paged_kv import (
+    NO_BLOCK,
+    PagedKv,
+    TokenOrder,
+    addresses_of,
+    check_reach,
+    page_rows,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+WORDS_A_PROGRAM = 1024  # 8 KiB in 4 warps: two 16-byte accesses a thread and direction
+# Up to this a kernel writes to pinned host memory itself: one launch, no wait for a second engine.
+# Above, it fills a stage on the device that the copy engine drains: stores over PCIe by a kernel
+# keep processors of the GPU busy for as long as the copy lasts. A guess until a GPU has been
+# measured; both ways give the same bytes.
+DIRECT_BYTES_MAX = 4 << 20
+STAGE_BYTES_MAX = 64 << 20
+
+
+def gather_reference(
+    kv: PagedKv, block_ids: Sequence[int], pages: torch.Tensor, order: TokenOrder, tokens: int
+) -> None:
+    """What `gather` does, token by token, in torch; pages: uint8 [n, page_bytes]."""
+    blocks_a_page = pages.shape[1] // kv.block_bytes
+    page_tokens = blocks_a_page * kv.block_tokens
+    for token in range(min(tokens, len(block_ids) * kv.block_tokens)):
+        block = block_ids[token // kv.block_tokens]
+        if block == NO_BLOCK:
+            continue
+        page = pages[token // page_tokens].view(len(kv.planes), -1)
+        for target, plane in zip(page, kv.planes, strict=True):
+            source = plane[block, :, token % kv.block_tokens].contiguous().view(torch.uint8)
+            if order is TokenOrder.HND:
+                target.view(kv.heads, page_tokens, -1)[:, token % page_tokens] = source
+            else:
+                target.view(page_tokens, kv.heads, -1)[token % page_tokens] = source
+
+
+@jit
+def locate(
+    addresses,
+    pages,
+    tokens,
+    stride_block,
+    stride_head,
+    stride_token,
+    PLANES: tl.constexpr,
+    BLOCKS_A_PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Addresses in the engine's blocks and in the pages of one program's words, and which count.
+
+    addresses: those of all planes, of all pages, then the block ids. Strides are in words.
+    """
+    chunks: tl.constexpr = (HEADS * TOKENS * WORDS + BLOCK - 1) // BLOCK
+    place = tl.program_id(0) // chunks
+    plane = tl.program_id(1)
+    within = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    word = within % WORDS
+    row = within // WORDS
+    first = place % BLOCKS_A_PAGE * TOKENS
+    if HEADS_FIRST:
+        token = row % TOKENS
+        head = row // TOKENS
+        target = (head * (BLOCKS_A_PAGE * TOKENS) + first + token) * WORDS + word
+    else:
+        head = row % HEADS
+        token = row // HEADS
+        target = ((first + token) * HEADS + head) * WORDS + word
+    block = tl.load(addresses + PLANES + pages + place)
+    in_engine = tl.load(addresses + plane)
+    in_page = tl.load(addresses + PLANES + place // BLOCKS_A_PAGE)
+    in_engine = in_engine.to(tl.pointer_type(WORD))
+    in_page = in_page.to(tl.pointer_type(WORD))
+    if ALIGNED:
+        in_engine = tl.multiple_of(in_engine, 16)
+        in_page = tl.multiple_of(in_page, 16)
+    start = plane.to(tl.int64) * (BLOCKS_A_PAGE * HEADS * TOKENS * WORDS)
+    source = block * stride_block + head.to(tl.int64) * stride_head + token * stride_token + word
+    held = tl.where(block >= 0, HEADS * TOKENS * WORDS, 0)
+    counts = (within < held) & (place.to(tl.int64) * TOKENS + token < tokens)
+    return in_engine + source, in_page + start + target, counts
+
+
+@jit
+def gather_kernel(
+    addresses,
+    pages,
+    tokens,
+    stride_block,
+    stride_head,
+    stride_token,
+    PLANES: tl.constexpr,
+    BLOCKS_A_PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: up to BLOCK words of one plane of one block."""
+    source, target, counts = locate(
+        addresses,
+        pages,
+        tokens,
+        stride_block,
+        stride_head,
+        stride_token,
+        PLANES,
+        BLOCKS_A_PAGE,
+        HEADS,
+        TOKENS,
+        WORDS,
+        HEADS_FIRST,
+        WORD,
+        ALIGNED,
+        BLOCK,
+    )
+    tl.store(target, tl.load(source, mask=counts), mask=counts)
+
+
+def gather(
+    kv: PagedKv,
+    block_ids: Sequence[int] | NDArray[np.integer],
+    pages: torch.Tensor | Sequence[torch.Tensor],
+    blocks_a_page: int,
+    *,
+    order: TokenOrder = TokenOrder.HND,
+    tokens: int | None = None,
+) -> None:
+    """Fill pages from blocks: page i from ids [i * blocks_a_page, (i + 1) * blocks_a_page).
+
+    pages: uint8, one dense run of blocks_a_page * kv.block_bytes each, on the KV's device or, for a
+    GPU, in pinned host memory. The last page may be given fewer ids. Of NO_BLOCK, and of tokens
+    from `tokens` on, counted over the whole list, the pages keep what they hold. On a GPU the work
+    is queued on the current stream, and the call returns at once; the caller keeps the pages until
+    it is done. ValueError, before anything is written, for what does not fit together.
+    """
+    ids, rows, count = check_call(kv, block_ids, pages, blocks_a_page, tokens)
+    if not launches_on(kv.device, "gather"):
+        for target, source in page_pieces(kv, ids, rows, blocks_a_page, order, count):
+            target[...] = source
+        return
+    if not check_reach(rows, kv.device) or len(rows) * rows[0].nbytes <= DIRECT_BYTES_MAX:
+        launch(gather_kernel, kv, ids, rows, blocks_a_page, order, count)
+        return
+    for at, part in staged_parts(rows):
+        stage = list(torch.empty((len(part), part[0].nbytes), dtype=torch.uint8, device=kv.device))
+        part_ids = ids[at * blocks_a_page : (at + len(part)) * blocks_a_page]
+        left = count - at * blocks_a_page * kv.block_tokens
+        if left < len(part) * blocks_a_page * kv.block_tokens or (part_ids == NO_BLOCK).any():
+            for staged, row in zip(stage, part, strict=True):  # what is to stay must be in it
+                staged.copy_(row, non_blocking=True)
+        launch(gather_kernel, kv, part_ids, stage, blocks_a_page, order, left)
+        for staged, row in zip(stage, part, strict=True):
+            row.copy_(staged, non_blocking=True)
+
+
+def check_call(
+    kv: PagedKv,
+    block_ids: Sequence[int] | NDArray[np.integer],
+    pages: torch.Tensor | Sequence[torch.Tensor],
+    blocks_a_page: int,
+    tokens: int | None,
+) -> tuple[NDArray[np.int64], list[torch.Tensor], int]:
+    """Ids, pages and the number of tokens of a call, all checked; ValueError otherwise."""
+    ids = kv.check_ids(block_ids)
+    if blocks_a_page < 1:
+        raise ValueError(f"{blocks_a_page} blocks a page; at least 1")
+    rows = page_rows(pages, blocks_a_page * kv.block_bytes, -(-len(ids) // blocks_a_page))
+    room = len(ids) * kv.block_tokens
+    count = room if tokens is None else tokens
+    if not 0 <= count <= room:
+        raise ValueError(f"{count} tokens; {len(ids)} blocks have {room}")
+    if kv.device.type == "cpu" and rows and rows[0].device.type != "cpu":
+        raise ValueError(f"pages on {rows[0].device}, the KV cache is on the CPU")
+    return ids, rows, count
+
+
+def launch(
+    kernel: Any,
+    kv: PagedKv,
+    ids: NDArray[np.int64],
+    rows: Sequence[torch.Tensor],
+    blocks_a_page: int,
+    order: TokenOrder,
+    tokens: int,
+) -> None:
+    """Queue one of the two copy kernels on the current stream of the KV's device."""
+    if not len(ids) or tokens <= 0:
+        return
+    first = kv.planes[0]
+    places = addresses_of(rows)
+    width = kv.word_bytes(places.tolist())
+    scale = width / kv.dtype.itemsize
+    words = int(kv.dim / scale)
+    addresses = torch.cat([addresses_of(kv.planes), places, torch.from_numpy(ids)])
+    if kv.device.type != "cpu":
+        addresses = addresses.pin_memory().to(kv.device, non_blocking=True)
+    chunks = -(-kv.heads * kv.block_tokens * words // WORDS_A_PROGRAM)
+    kernel[(len(ids) * chunks, len(kv.planes))](
+        addresses,
+        len(rows),
+        tokens,
+        *(int(stride / scale) for stride in first.stride()[:3]),
+        PLANES=len(kv.planes),
+        BLOCKS_A_PAGE=blocks_a_page,
+        HEADS=kv.heads,
+        TOKENS=kv.block_tokens,
+        WORDS=words,
+        HEADS_FIRST=order is TokenOrder.HND,
+        WORD={1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[width],
+        ALIGNED=not int(np.bitwise_or.reduce(addresses_of([*kv.planes, *rows]).numpy())) % 16,
+        BLOCK=WORDS_A_PROGRAM,
+        **FP_OPTIONS,
+    )
+
+
+def staged_parts(rows: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Runs of pages of at most STAGE_BYTES_MAX, at least one page, with the first one's number."""
+    step = max(1, STAGE_BYTES_MAX // rows[0].nbytes)
+    for at in range(0, len(rows), step):
+        yield at, list(rows[at : at + step])
+
+
+def page_pieces(
+    kv: PagedKv,
+    ids: NDArray[np.int64],
+    rows: Sequence[torch.Tensor],
+    blocks_a_page: int,
+    order: TokenOrder,
+    tokens: int,
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Numpy views (in a page, in the engine's memory) of equal shape that make up all that counts.
+
+    A piece is a block of one plane, or of all planes where they lie at equal distances. Seen as
+    wide integers: numpy then copies a dense run by memcpy, and a strided one word by word.
+    """
+    width = kv.word_bytes([row.data_ptr() for row in rows])
+    words = kv.dim * kv.dtype.itemsize // width
+    sources = _stacked(kv, width)
+    size = kv.block_tokens
+    page_tokens = blocks_a_page * size
+    for number, row in enumerate(rows):
+        page = row.numpy().view(f"i{width}")
+        if order is TokenOrder.HND:
+            planes = page.reshape(len(kv.planes), kv.heads, page_tokens, words)
+        else:
+            planes = page.reshape(len(kv.planes), page_tokens, kv.heads, words).swapaxes(1, 2)
+        for at, block in enumerate(ids[number * blocks_a_page : (number + 1) * blocks_a_page]):
+            held = min(size, tokens - (number * blocks_a_page + at) * size)
+            if block == NO_BLOCK or held <= 0:
+                continue
+            part = planes[:, :, at * size : at * size + held]
+            if len(sources) == 1:
+                yield part, sources[0][:, block, :, :held]
+                continue
+            for target, source in zip(part, sources, strict=True):
+                yield target, source[0, block, :, :held]
+
+
+def _stacked(kv: PagedKv, width: int) -> list[NDArray[Any]]:
+    """The planes as [planes, blocks, heads, tokens, words] if one view can, else each on its own.
+
+    One view for all spares numpy's call for each plane. It is possible where all lie in one
+    storage at equal distances: one cross-layer tensor, or K and V of a layer.
+    """
+    planes = kv.words(width)
+    first = planes[0]
+    steps = np.diff([plane.data_ptr() for plane in planes])
+    storages = {plane.untyped_storage().data_ptr() for plane in planes}
+    if len(planes) > 1 and (len(storages) > 1 or (steps != steps[0]).any() or steps[0] < 0):
+        return [plane.unsqueeze(0).numpy() for plane in planes]
+    step = int(steps[0]) // width if len(planes) > 1 else 0
+    if len(planes) > 1 and int(steps[0]) % width:
+        return [plane.unsqueeze(0).numpy() for plane in planes]
+    stacked = first.as_strided((len(planes), *first.shape), (step, *first.stride()))
+    return [stacked.numpy()]

@@ -1,0 +1,117 @@
+"""Scatter: contiguous pages -> paged KV, all layers of all pages in one launch; gather's inverse.
+
+Reads each byte of the pages once, and 8 bytes for each block id and address; writes each byte of
+the blocks once. The picture, the order of bytes and the bound are those of gather.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore.kernels.gather import (
+    DIRECT_BYTES_MAX,
+    check_call,
+    launch,
+    locate,
+    page_pieces,
+    staged_parts,
+)
+from kvstore.kernels.jit import jit, launches_on, tl
+from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, TokenOrder, check_reach
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def scatter_reference(
+    kv: PagedKv, block_ids: Sequence[int], pages: torch.Tensor, order: TokenOrder, tokens: int
+) -> None:
+    """What `scatter` does, token by token, in torch; pages: uint8 [n, page_bytes]."""
+    page_tokens = pages.shape[1] // kv.block_bytes * kv.block_tokens
+    for token in range(min(tokens, len(block_ids) * kv.block_tokens)):
+        block = block_ids[token // kv.block_tokens]
+        if block == NO_BLOCK:
+            continue
+        page = pages[token // page_tokens].view(len(kv.planes), -1)
+        for source, plane in zip(page, kv.planes, strict=True):
+            if order is TokenOrder.HND:
+                row = source.view(kv.heads, page_tokens, -1)[:, token % page_tokens]
+            else:
+                row = source.view(page_tokens, kv.heads, -1)[token % page_tokens]
+            plane.view(torch.uint8)[block, :, token % kv.block_tokens] = row
+
+
+@jit
+def scatter_kernel(
+    addresses,
+    pages,
+    tokens,
+    stride_block,
+    stride_head,
+    stride_token,
+    PLANES: tl.constexpr,
+    BLOCKS_A_PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: up to BLOCK words of one plane of one block."""
+    target, source, counts = locate(
+        addresses,
+        pages,
+        tokens,
+        stride_block,
+        stride_head,
+        stride_token,
+        PLANES,
+        BLOCKS_A_PAGE,
+        HEADS,
+        TOKENS,
+        WORDS,
+        HEADS_FIRST,
+        WORD,
+        ALIGNED,
+        BLOCK,
+    )
+    tl.store(target, tl.load(source, mask=counts), mask=counts)
+
+
+def scatter(
+    kv: PagedKv,
+    block_ids: Sequence[int] | NDArray[np.integer],
+    pages: torch.Tensor | Sequence[torch.Tensor],
+    blocks_a_page: int,
+    *,
+    order: TokenOrder = TokenOrder.HND,
+    tokens: int | None = None,
+) -> None:
+    """Fill blocks from pages. Arguments, checks and streams are those of `gather`.
+
+    Nothing of NO_BLOCK, and no token from `tokens` on, is written. A block that is named twice
+    holds one of the two, no one knows which. Pinned pages of more than DIRECT_BYTES_MAX pass a
+    stage on the device, for the reason given there.
+    """
+    ids, rows, count = check_call(kv, block_ids, pages, blocks_a_page, tokens)
+    if not launches_on(kv.device, "scatter"):
+        for source, target in page_pieces(kv, ids, rows, blocks_a_page, order, count):
+            target[...] = source
+        return
+    if not check_reach(rows, kv.device) or len(rows) * rows[0].nbytes <= DIRECT_BYTES_MAX:
+        launch(scatter_kernel, kv, ids, rows, blocks_a_page, order, count)
+        return
+    for at, part in staged_parts(rows):
+        stage = list(torch.empty((len(part), part[0].nbytes), dtype=torch.uint8, device=kv.device))
+        for staged, row in zip(stage, part, strict=True):
+            staged.copy_(row, non_blocking=True)
+        part_ids = ids[at * blocks_a_page : (at + len(part)) * blocks_a_page]
+        left = count - at * blocks_a_page * kv.block_tokens
+        launch(scatter_kernel, kv, part_ids, stage, blocks_a_page, order, left)
