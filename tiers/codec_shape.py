@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
-STORED_AS = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+STORED_AS: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+}
 
 
 class CodecError(TierError):

@@ -94,7 +94,8 @@ class DeviceTier:
             raise TierError(
                 f"device tier: {capacity_bytes} bytes on {self.device}: {error}; lower its capacity"
             ) from error
-        self._stream: Any = torch.cuda.Stream(self.device) if gpu else None
+        stream: Any = torch.cuda.Stream
+        self._stream = stream(self.device) if gpu else None
         self._bounce_free: Any = None  # the event behind the last copy that used the buffer
 
     # -- the contract ---------------------------------------------------------------------------
