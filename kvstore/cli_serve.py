@@ -52,6 +52,9 @@ def serve(
     workers: Count = None,
     waiting_workers: Count = None,
     io_threads: Count = None,
+    disk_codec: Annotated[
+        str | None, typer.Option(help="New pages on disk: raw, lossless.", show_default=False)
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
     ] = None,

@@ -26,6 +26,7 @@ from pydantic import (
 
 from kvstore.errors import ConfigError
 from kvstore.quantity import SIZE_BYTES_MAX, format_bytes, parse_bytes, parse_duration, shown
+from kvstore.tiers import codec
 from kvstore.tiers.available_memory import available_memory_bytes
 from kvstore.tiers.redis_address import RedisAddress
 
@@ -107,6 +108,17 @@ OptionalPath = Annotated[Path | None, BeforeValidator(_optional_path)]
 Count = Annotated[int, BeforeValidator(_no_bool)]
 
 
+def _disk_codec(value: object) -> str:
+    try:
+        codec.disk_codec(str(value))
+    except codec.CodecError as exc:
+        raise ConfigError(str(exc)) from exc
+    return str(value)
+
+
+DiskCodec = Annotated[str, BeforeValidator(_disk_codec)]
+
+
 class StoreConfig(BaseModel):
     """All settings of one store. A bad one raises ConfigError, with a line for each problem."""
 
@@ -134,6 +146,8 @@ class StoreConfig(BaseModel):
     dirty_bytes_max: Bytes = Field(default=256 << 20, ge=4096)
     # Threads that read and write segment files.
     io_threads: Count = Field(default=4, ge=1, le=64)
+    # How new pages lie on disk: raw, or lossless (packed, byte for byte the same when read).
+    disk_codec: DiskCodec = "raw"
     # How long `stage` waits for the disk unless the call says otherwise.
     stage_deadline_s: Seconds = Field(default=2.0, gt=0, le=3600)
     # A Redis or Valkey to share pages through; see tiers/redis_address.py. Empty: none.

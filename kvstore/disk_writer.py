@@ -11,12 +11,13 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from kvstore.shares import queue_room
 from kvstore.state import DISK, HOST, NO_PAGE, PIECE_PAGES
+from kvstore.tiers.packed_page import as_packed
 from kvstore.tiers.tier import PageRecord, TierError, aligned
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ NO_BOUND = 1 << 62
 IDLE_WAIT_S = 1.0
 # A write that takes longer than this is a disk that hangs: commits then stay in memory only.
 STALL_S = 2.0
+
+# Pages that are stored alike: by owner, bytes of the page, bytes stored of it, bytes of its slot.
+Shape: TypeAlias = tuple[str, int, int, int]
 
 _log = logging.getLogger("kvstore.disk")
 
@@ -237,8 +241,9 @@ class DiskWriter:
     def _write_group(self, group: list[int]) -> None:
         written: dict[int, int] = {}
         try:
-            slots = self._reserve(group)
-            written = self._write(list(slots), list(slots.values()))
+            payloads = self._payloads(group)
+            slots = self._reserve(group, payloads)
+            written = self._write(slots, payloads)
         except TierError as exc:
             _log.error("disk tier: write failed, its pages stay in memory only: %s", exc)
         except Exception:  # our bug; the thread must live on, or every later commit would wait
@@ -247,38 +252,61 @@ class DiskWriter:
             with self._state.lock:
                 self._publish(group[part], written)
 
-    def _reserve(self, group: list[int]) -> dict[int, int]:
-        """A disk slot for each page, as far as they go."""
-        wants: dict[tuple[str, int, int], list[int]] = {}  # by owner, bytes of payload, of slot
-        longest: dict[tuple[str, int, int], int] = {}  # metadata among them
+    def _payloads(self, group: list[int]) -> dict[int, memoryview]:
+        """What to write of each page: its bytes in the arena, or these packed where that pays."""
+        host, table = self._state.host, self._state.index.table
+        if host is None:
+            return {}
+        sizes: list[int] = []
+        places: list[int] = []
         for part in self._state.pieces(len(group)):
             with self._state.lock:
-                for shape, metadata, page in self._shapes(group[part]):
+                sizes += table.payload_bytes[group[part]].tolist()
+                places += table.slot[HOST][group[part]].tolist()
+        raw = [host.view(place, aligned(size)) for place, size in zip(places, sizes, strict=True)]
+        if self._state.config.disk_codec == "raw":
+            return dict(zip(group, raw, strict=True))
+        packed = self._disk.pack_many([view[:size] for view, size in zip(raw, sizes, strict=True)])
+        return {
+            page: view if better is None else better
+            for page, view, better in zip(group, raw, packed, strict=True)
+        }
+
+    def _reserve(self, group: list[int], payloads: dict[int, memoryview]) -> dict[int, int]:
+        """A disk slot for each page, as far as they go."""
+        wants: dict[Shape, list[int]] = {}
+        longest: dict[Shape, int] = {}  # metadata among them
+        for part in self._state.pieces(len(group)):
+            with self._state.lock:
+                for shape, metadata, page in self._shapes(group[part], payloads):
                     wants.setdefault(shape, []).append(page)
                     longest[shape] = max(metadata, longest.get(shape, 0))
         slots: dict[int, int] = {}
         for shape, alike in wants.items():
-            got = self._reserve_alike(*shape[:2], longest[shape], len(alike))
+            got = self._reserve_alike(*shape[:3], longest[shape], len(alike))
             slots.update(zip(alike, got, strict=False))
         return {page: slots[page] for page in group if page in slots}
 
-    def _shapes(self, pages: list[int]) -> Iterator[tuple[tuple[str, int, int], int, int]]:
-        """Owner, payload and slot bytes of each page, its metadata, and its id."""
+    def _shapes(
+        self, pages: list[int], payloads: dict[int, memoryview]
+    ) -> Iterator[tuple[Shape, int, int]]:
+        """The shape of each page, its metadata, and its id."""
         index = self._state.index
         for root, ids in index.by_root(pages):
             tree = index.find_tree(root)
             assert tree is not None, "pages that are queued are leased"
-            payloads = index.table.payload_bytes[ids].tolist()
-            for page, payload in zip(ids.tolist(), payloads, strict=True):
+            sizes = index.table.payload_bytes[ids].tolist()
+            for page, size in zip(ids.tolist(), sizes, strict=True):
                 metadata = tree.page_bytes + len(index.table.extras.get(page, b""))
-                slot_bytes = self._disk.slot_bytes(payload, metadata)
-                yield (self._queued[page], payload, slot_bytes), metadata, page
+                stored = min(size, len(payloads[page]))
+                slot_bytes = self._disk.slot_bytes(stored, metadata)
+                yield (self._queued[page], size, stored, slot_bytes), metadata, page
 
     def _reserve_alike(
-        self, owner: str, payload_bytes: int, metadata_bytes: int, count: int
+        self, owner: str, payload_bytes: int, stored_bytes: int, metadata_bytes: int, count: int
     ) -> list[int]:
         assert self._evictor is not None
-        slot_bytes = self._disk.slot_bytes(payload_bytes, metadata_bytes)
+        slot_bytes = self._disk.slot_bytes(stored_bytes, metadata_bytes)
         while True:  # its own coldest leave where its quota asks for that
             with self._state.lock:
                 fits, left = self._evictor.disk_room(owner, slot_bytes, count)
@@ -287,15 +315,15 @@ class DiskWriter:
             self._state.breathe()
         self._note_quota(owner, slot_bytes, is_short=fits < count)
         count = fits
-        slots = self._take(payload_bytes, metadata_bytes, count)
+        slots = self._take(stored_bytes, metadata_bytes, count)
         while len(slots) < count:
             wanted = count - len(slots)
             evicted = self._make_room(owner, payload_bytes, slot_bytes, wanted)
-            more = self._take(payload_bytes, metadata_bytes, wanted)
+            more = self._take(stored_bytes, metadata_bytes, wanted)
             if not more:  # its kind has nothing to give: take a segment from another
                 with self._state.lock:
                     evicted += self._evictor.empty_segment(owner, slot_bytes)
-                more = self._take(payload_bytes, metadata_bytes, wanted)
+                more = self._take(stored_bytes, metadata_bytes, wanted)
             if not more and evicted == 0:
                 break
             slots += more
@@ -327,26 +355,24 @@ class DiskWriter:
         self._state.free_unused_slots()
         return self._disk.reserve("", payload_bytes, count, metadata_bytes)
 
-    def _write(self, pages: list[int], slots: list[int]) -> dict[int, int]:
+    def _write(self, slots: dict[int, int], payloads: dict[int, memoryview]) -> dict[int, int]:
         """Write pages into slots; those that are now durable, with their slots."""
-        host = self._state.host
-        if not pages or host is None:
+        if not slots:
             return {}
         records: list[PageRecord] = []
-        places: list[int] = []
-        for part in self._state.pieces(len(pages)):
+        for part in self._state.pieces(len(slots)):
             with self._state.lock:
-                records += [self._state.record(page) for page in pages[part]]
-                places += self._state.index.table.slot[HOST][pages[part]].tolist()
-        payloads = [
-            host.view(place, aligned(record.payload_bytes))
-            for place, record in zip(places, records, strict=True)
+                records += [self._state.record(page) for page in list(slots)[part]]
+        chosen = [payloads[page] for page in slots]
+        records = [
+            as_packed(record) if len(payload) < record.payload_bytes else record
+            for record, payload in zip(records, chosen, strict=True)
         ]
-        kept = self._disk.write_many(slots, records, payloads)
-        failed = [slot for slot, ok in zip(slots, kept, strict=True) if not ok]
+        kept = self._disk.write_many(list(slots.values()), records, chosen)
+        failed = [slot for slot, ok in zip(slots.values(), kept, strict=True) if not ok]
         if failed:
             self._disk.free_many(failed)
-        return {page: slot for page, slot, ok in zip(pages, slots, kept, strict=True) if ok}
+        return {page: slot for (page, slot), ok in zip(slots.items(), kept, strict=True) if ok}
 
     def _publish(self, group: list[int], written: dict[int, int]) -> None:
         """Tell the index; a page whose parent did not make it is given up again.

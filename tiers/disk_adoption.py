@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.tiers.codec import LOSSLESS
 from kvstore.tiers.page_rows import RootRows, root_rows
 from kvstore.tiers.segment_set import FREE, USED
 from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
@@ -82,7 +83,9 @@ def _placed(scan: Scan, segments: list[Segment]) -> npt.NDArray[np.bool_]:
     slots = scan.fixed["slot"]
     order = np.argsort(slots, kind="stable") if (np.diff(slots) < 0).any() else None
     ordered = slots if order is None else slots[order]
-    sizes = scan.fixed["payload_bytes"] if order is None else scan.fixed["payload_bytes"][order]
+    packed = scan.fixed["codec"] == LOSSLESS  # these are larger than their slot
+    sizes = np.where(packed, 0, scan.fixed["payload_bytes"])
+    sizes = sizes if order is None else sizes[order]
     good = np.zeros(len(slots), np.bool_)
     for segment in segments:
         begin, end = np.searchsorted(ordered, [segment.base, segment.base + segment.shape.slots])

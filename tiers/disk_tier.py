@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -29,7 +30,8 @@ from kvstore.tiers.disk_state import Counters, DiskState, TierState
 from kvstore.tiers.encrypted_page import HEADER_SEAL_BYTES
 from kvstore.tiers.file_layer import FileLayer
 from kvstore.tiers.io_pool import IoPool
-from kvstore.tiers.page_io import PageIo, PageTask
+from kvstore.tiers.packed_page import fits, pack
+from kvstore.tiers.page_io import PageIo, PageTask, read_task
 from kvstore.tiers.segment import NAME_BYTES_MAX, header_bytes_for, payload_class
 from kvstore.tiers.segment_set import FREED, RESERVED, USED, SegmentSet
 from kvstore.tiers.store_directory import StoreHome
@@ -341,17 +343,26 @@ class DiskTier:
                 if len(buffer) < page.payload_bytes:
                     raise ValueError(f"a buffer of {len(buffer)} for {page.payload_bytes} bytes")
                 segment = self._segments.of(slot)
-                if (
-                    segment is not None
-                    and segment.state(slot) == USED
-                    and page.payload_bytes <= segment.shape.payload_capacity
-                ):
-                    tasks.append(PageTask(position, slot, segment, page, buffer))
+                if segment is not None and segment.state(slot) == USED:
+                    tasks.append(read_task(position, slot, segment, page, buffer))
         for task, status in zip(tasks, self._page_io.read(tasks), strict=True):
             statuses[task.position] = status
         with self._state.lock:
             self.counters.count_reads(statuses)
         return statuses
+
+    def pack_many(self, payloads: Sequence[memoryview]) -> list[memoryview | None]:
+        """Payloads packed for smaller slots, by the threads that write; None for what saves none.
+
+        Reserve and write a packed one with its own length, under `as_packed(page)`.
+        """
+        answers = self._pool.run([partial(pack, payload) for payload in payloads])
+        failed = [answer for answer in answers if isinstance(answer, Exception)]
+        if failed:
+            log.warning(
+                "%d pages are written as they are: packing failed: %s", len(failed), failed[0]
+            )
+        return [answer if isinstance(answer, memoryview) else None for answer in answers]
 
     def free_many(self, slots: Sequence[int], *, erase: bool = False) -> None:
         """Give slots back. Published ones can be reserved again after the next commit.
@@ -472,7 +483,7 @@ class DiskTier:
         if segment is None or segment.state(slot) != RESERVED:
             raise ValueError(f"slot {slot} is not reserved")
         shape = segment.shape
-        if not page.payload_bytes <= min(len(payload), shape.payload_capacity):
+        if not fits(page, len(payload), shape):
             raise ValueError(
                 f"a page of {page.payload_bytes} bytes, with {len(payload)} given and "
                 f"{shape.payload_capacity} in its slot"

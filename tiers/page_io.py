@@ -34,6 +34,7 @@ from kvstore.tiers.file_layer import (
     write_fully,
 )
 from kvstore.tiers.io_route import Route, RouteChooser
+from kvstore.tiers.packed_page import as_packed, is_packed, stored_bytes, unpack
 from kvstore.tiers.segment import decode_page_header, encode_page_header, same_page
 from kvstore.tiers.tier import ALIGNMENT_BYTES, PageRecord, ReadStatus, TierError, aligned
 
@@ -65,6 +66,22 @@ class PageTask:
     segment: Segment
     page: PageRecord
     payload: memoryview
+    target: memoryview | None = None  # of a read of a packed page, whose payload is a scratch
+
+    @property
+    def size(self) -> int:
+        """Bytes of payload in the slot."""
+        return stored_bytes(self.page, self.segment.shape)
+
+
+def read_task(
+    position: int, slot: int, segment: Segment, page: PageRecord, buffer: memoryview
+) -> PageTask:
+    """A task that reads a page into the buffer, by way of another if it must be packed there."""
+    if not is_packed(page, segment.shape):
+        return PageTask(position, slot, segment, page, buffer)
+    scratch = aligned_buffer(segment.shape.payload_capacity)
+    return PageTask(position, slot, segment, as_packed(page), scratch, buffer)
 
 
 @dataclass(slots=True)
@@ -162,7 +179,7 @@ class PageIo:
         for task in run:
             encoded = encode_page_header(task.page, task.slot, self._store_uuid, shape.header_bytes)
             assert encoded is not None, "the tier refuses pages that do not fit their header"
-            size = task.page.payload_bytes
+            size = task.size
             payload_at = at + shape.header_bytes
             end = min(at + shape.slot_bytes, len(block))
             block[at : at + len(encoded)] = encoded
@@ -179,7 +196,7 @@ class PageIo:
         block = self._bounce_buffer(span + ALIGNMENT_BYTES)
         at = 0
         for task in run:
-            size = task.page.payload_bytes
+            size = task.size
             payload_at = at + shape.header_bytes
             end = min(at + shape.slot_bytes, span)
             place = block[payload_at : payload_at + size + TAG_BYTES]
@@ -199,10 +216,10 @@ class PageIo:
         except TierError as error:
             raise OSError(errno.EIO, str(error)) from error
         bound = payload_bound(page, self._store_uuid)
-        nonce = key.encrypt_into(task.payload[: page.payload_bytes], bound, place)
+        nonce = key.encrypt_into(task.payload[: task.size], bound, place)
         plain = encode_page_header(page, task.slot, self._store_uuid, header_bytes)
         assert plain is not None, "the tier refuses pages that do not fit their header"
-        seal = nonce + bytes(place[page.payload_bytes :])
+        seal = nonce + bytes(place[task.size :])
         encoded = encrypt_header(plain, key, seal, header_bytes)
         assert encoded is not None, "the tier refuses pages that do not fit their header"
         return encoded
@@ -223,11 +240,13 @@ class PageIo:
             return ReadStatus.CORRUPT
         if not same_page(page, task.page):
             return ReadStatus.STALE
-        target = task.payload[: page.payload_bytes]
-        place[page.payload_bytes :] = found.payload_tag
+        target = task.payload[: task.size]
+        place[task.size :] = found.payload_tag
         bound = payload_bound(page, self._store_uuid)
         if not key.decrypt_into(found.payload_nonce, place, bound, target):
             return ReadStatus.CORRUPT
+        if task.target is not None:
+            return unpack(target, page, task.target, self.verify_payloads)
         if self.verify_payloads and checksum(target) != page.checksum:
             return ReadStatus.CORRUPT
         return ReadStatus.OK
@@ -245,13 +264,15 @@ class PageIo:
             task, at = run[index], index * shape.slot_bytes
             header, payload_at = block[at : at + shape.header_bytes], at + shape.header_bytes
             if is_encrypted(header):
-                end = payload_at + task.page.payload_bytes + TAG_BYTES
+                end = payload_at + task.size + TAG_BYTES
                 statuses.append(self._decrypt(task, header, room[payload_at:end]))
                 continue
-            payload = block[payload_at : payload_at + task.page.payload_bytes]
-            target = task.payload[: task.page.payload_bytes]
+            payload = block[payload_at : payload_at + task.size]
+            target = task.payload[: task.size]
             digest = None
-            if self.verify_payloads:  # while the copy is in the processor's cache
+            if (
+                self.verify_payloads and task.target is None
+            ):  # while the copy is in the processor's cache
                 digest = copy_and_checksum(payload, target)
             else:
                 copy_bytes(target, payload)
@@ -276,7 +297,7 @@ class PageIo:
 
     def _payload_blocks(self, task: PageTask) -> list[memoryview]:
         """The payload as whole aligned blocks, the last one padded with zeros."""
-        size = task.page.payload_bytes
+        size = task.size
         payload = task.payload[:size]
         if address_of(payload) % ALIGNMENT_BYTES and task.segment.direct:
             copy = aligned_buffer(aligned(size))
@@ -324,10 +345,12 @@ class PageIo:
                 return ReadStatus.CORRUPT if any(header[:8]) else ReadStatus.STALE
             if not same_page(found, task.page):
                 return ReadStatus.STALE
+        if task.target is not None:
+            return unpack(task.payload[: task.size], task.page, task.target, self.verify_payloads)
         if not self.verify_payloads:
             return ReadStatus.OK
         if digest is None:
-            digest = checksum(task.payload[: task.page.payload_bytes])
+            digest = checksum(task.payload[: task.size])
         return ReadStatus.OK if digest == task.page.checksum else ReadStatus.CORRUPT
 
 
@@ -341,12 +364,12 @@ class _Landing:
 
     def finish(self, task: PageTask) -> None:
         if self.bounce is not None:
-            size = task.page.payload_bytes
+            size = task.size
             copy_bytes(task.payload[self.start : size], self.bounce[: size - self.start])
 
 
 def _landing(task: PageTask) -> _Landing:
-    size = task.page.payload_bytes
+    size = task.size
     room = aligned(size)
     if task.segment.direct and address_of(task.payload) % ALIGNMENT_BYTES:
         bounce = aligned_buffer(room)
@@ -374,7 +397,7 @@ def _runs(tasks: Sequence[PageTask]) -> list[list[PageTask]]:
 
 def _gap(task: PageTask) -> int:
     """Bytes between the end of a page's payload and the next slot."""
-    return task.segment.shape.payload_capacity - aligned(task.page.payload_bytes)
+    return task.segment.shape.payload_capacity - aligned(task.size)
 
 
 def _pieces(source: memoryview, size: int) -> list[memoryview]:
@@ -390,7 +413,7 @@ def _clear(piece: memoryview) -> None:
 def _span(run: Sequence[PageTask]) -> int:
     """Bytes from the start of a run's first slot to the end of its last page, whole blocks."""
     shape = run[0].segment.shape
-    last = shape.header_bytes + aligned(run[-1].page.payload_bytes)
+    last = shape.header_bytes + aligned(run[-1].size)
     return (len(run) - 1) * shape.slot_bytes + last
 
 

@@ -1,0 +1,192 @@
+"""The store with a codec on disk: smaller slots, the same bytes, readable whatever is set later."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kvstore import CacheSpec, Store
+from kvstore.errors import ConfigError
+from kvstore.spec import KvQuantization, LayerGroup, PageLayout, ShardGeometry
+from kvstore.tiers import codec_lossless
+from kvstore.tiers.codec import LOSSY_CODECS, KvShape
+from kvstore.tiers.codec_shape import from_float32
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+pytestmark = pytest.mark.skipif(
+    not codec_lossless.available(), reason="the extra `lossless` is not installed"
+)
+MIB = 1 << 20
+PAGE_BYTES, PAGE_TOKENS = 256 << 10, 16
+SPEC = CacheSpec.opaque("codec-test", PAGE_TOKENS, PAGE_BYTES)
+
+
+def pages_of(count: int, seed: int) -> list[bytes]:
+    """Pages as models make them in bfloat16; every fourth is noise, which no codec packs."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        x = rng.standard_normal(PAGE_BYTES // 2).astype(np.float32)
+        made.append(from_float32(x, "bfloat16").tobytes())
+        if number % 4 == 3:
+            made[-1] = rng.bytes(PAGE_BYTES)
+    return made
+
+
+def tokens_of(seed: int, count: int) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(0, 50_000, count * PAGE_TOKENS, np.int32)
+
+
+def opened(path: Path, disk_codec: str, **settings: Any) -> Store:
+    sizes = {"host_bytes": 16 * MIB, "disk_bytes": 96 * MIB} | settings
+    return Store.open(path / "store", disk_codec=disk_codec, **sizes)
+
+
+def save(store: Store, seed: int, count: int) -> None:
+    pages = pages_of(count, seed)
+    with store.session(SPEC).reserve(tokens_of(seed, count), deadline_s=10.0) as run:
+        for view, page in zip(run.views(), pages[run.start :], strict=True):
+            view[:] = page
+        done = run.commit(durable=True)
+        assert done.durable, done.reason
+
+
+def load(store: Store, seed: int, count: int) -> int:
+    """Pages that hit; their bytes are compared."""
+    with store.session(SPEC).match(tokens_of(seed, count)) as hit:
+        pages = hit.stage(5.0)
+        wanted = pages_of(count, seed)
+        for page, view in enumerate(hit.views(0, pages)):
+            assert bytes(view) == wanted[page]
+        return pages
+
+
+def slots(store: Store) -> dict[int, int]:
+    """Used slots on disk by their size."""
+    assert store.state.disk is not None
+    found: dict[int, int] = {}
+    for each in store.state.disk.containers():
+        found[each.slot_bytes] = found.get(each.slot_bytes, 0) + each.used_slots
+    return {size: used for size, used in found.items() if used}
+
+
+RAW_SLOT, PACKED_SLOT = (256 + 4) << 10, (192 + 4) << 10
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_packed_pages_take_smaller_slots_and_come_back_byte_for_byte(
+    tmp_path: Path, encrypt: bool
+) -> None:
+    if encrypt:
+        pytest.importorskip("cryptography", reason="the extra `secure` is not installed")
+    with opened(tmp_path, "lossless", encrypt=encrypt) as store:
+        save(store, 1, 16)
+        assert slots(store) == {PACKED_SLOT: 12, RAW_SLOT: 4}
+        store.check()
+    with opened(tmp_path, "lossless") as store:
+        assert load(store, 1, 16) == 16
+        assert store.stats().counters["pages_staged"] == 16
+        store.check()
+
+
+def test_the_setting_may_change_at_any_start(tmp_path: Path) -> None:
+    for seed, codec in enumerate(["raw", "lossless", "raw"]):
+        with opened(tmp_path, codec) as store:
+            save(store, seed, 8)
+            for earlier in range(seed + 1):
+                assert load(store, earlier, 8) == 8
+            assert slots(store)[RAW_SLOT] == [8, 10, 18][seed]
+
+
+def test_a_lost_catalog_is_rebuilt_from_packed_slots(tmp_path: Path) -> None:
+    with opened(tmp_path, "lossless") as store:
+        save(store, 4, 12)
+    lost = [path for path in (tmp_path / "store").rglob("data.mdb") if path.is_file()]
+    assert lost
+    for path in lost:
+        path.write_bytes(b"lost" * 1024)
+    with opened(tmp_path, "raw") as store:
+        assert load(store, 4, 12) == 12
+        store.check()
+
+
+@pytest.mark.parametrize("offset", [10, 60, 5000, 150_000])
+def test_a_flipped_byte_of_a_packed_page_is_a_miss(tmp_path: Path, offset: int) -> None:
+    """In the frame's head, in zstd's part, in the bytes kept as they are."""
+    with opened(tmp_path, "lossless") as store:
+        save(store, 5, 3)
+    for path in (tmp_path / "store").rglob("segment-*"):
+        data = bytearray(path.read_bytes())
+        frames = [at.start() for at in re.finditer(codec_lossless.MAGIC, bytes(data))]
+        if frames:
+            data[frames[1] + offset] ^= 1
+            path.write_bytes(data)
+    with opened(tmp_path, "lossless") as store:
+        assert load(store, 5, 3) == 1
+        assert store.stats().counters["corrupt_pages"] == 1
+        store.check()
+
+
+@pytest.mark.slow
+def test_the_disk_limit_holds_with_slots_of_several_sizes(tmp_path: Path) -> None:
+    with opened(tmp_path, "lossless", disk_bytes=24 * MIB, host_bytes=4 * MIB) as store:
+        for seed in range(40):  # 320 pages of 256 KiB, about 64 MiB packed
+            save(store, seed, 8)
+        used = sum(f.stat().st_blocks * 512 for f in store_files(tmp_path))
+        assert used <= 24 * MIB
+        assert load(store, 39, 8) == 8
+        assert store.stats().counters["disk_evictions"] > 0
+        store.check()
+
+
+def store_files(path: Path) -> list[Path]:
+    return [file for file in (path / "store").rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("int4", "KvQuantization"), ("gzip", "raw, lossless")]
+)
+def test_other_codecs_are_refused_with_a_way_out(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opened(tmp_path, name)
+
+
+def test_quantized_pages_have_a_namespace_of_their_own() -> None:
+    """The scheme is in the spec, so that a page in int4 never answers for an exact one."""
+    exact = CacheSpec(
+        model="m",
+        weights="hub:" + "0" * 40,
+        config_digest="0" * 32,
+        backend="transformers",
+        page_format="plain",
+        kv_dtype="bfloat16",
+        groups=(LayerGroup.uniform(4, 2, 64),),
+        rope="{}",
+        page_tokens=32,
+        layout=PageLayout.LAYER_KV_HEAD_TOKEN_DIM,
+        quantization=KvQuantization.none(),
+        adapter="none",
+        geometry=ShardGeometry.single(),
+    )
+    shape = KvShape("bfloat16", layers=4, kinds=2, heads=2, tokens=32, dim=64)
+    assert shape.page_bytes == exact.page_bytes
+    specs = {exact.namespace}
+    for make in LOSSY_CODECS.values():
+        codec = make(shape)
+        lossy = replace(
+            exact,
+            layout=PageLayout.ENGINE,
+            quantization=KvQuantization(codec.name, "page"),
+            shard_bytes=(codec.encoded_bytes,),
+        )
+        assert lossy.page_bytes == codec.encoded_bytes
+        specs.add(lossy.namespace)
+    assert len(specs) == 1 + len(LOSSY_CODECS)
