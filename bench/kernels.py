@@ -4,6 +4,9 @@ gather_cpu_ratio    on the CPU, over a one-thread numpy copy of the same pieces 
 scatter_cpu_ratio   between private buffers; budget >= 0.8 each
 gather_gpu_ratio    on a GPU, over a device-to-device copy of as many bytes; budget >= 0.85
 gather_host_ratio   to pinned host memory, over one pinned cudaMemcpyAsync; budget >= 0.9
+device_load_ratio   pages out of the device tier, verified, over a plain copy of the same pages; and
+device_store_ratio  into it, checksummed; of the CPU's memory, no budget
+quantize_, rotate_  GB of KV a second, there and back for quantize_, on the GPU if there is one
 ... _index_select, _memcpy_per_block: the same gather as engines do it today, over ours, on a GPU
 
 Blocks lie in random order. Without a GPU its rows are absent, and "gpu" says "none".
@@ -15,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +30,14 @@ from paired import PairedRatio, json_line, machine, paired_ratio
 from kvstore.kernels.gather import gather
 from kvstore.kernels.jit import INTERPRETED
 from kvstore.kernels.paged_kv import PagedKv, TokenOrder
+from kvstore.kernels.quantize import dequantize, quantize
+from kvstore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
+from kvstore.kernels.quantized_page import QuantizedPage, Scheme
+from kvstore.kernels.rope import rotate
 from kvstore.kernels.scatter import scatter
+from kvstore.tiers.checksum import checksum
+from kvstore.tiers.device_tier import DeviceTier
+from kvstore.tiers.tier import PageRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,12 +60,14 @@ def main() -> None:
     if options.tiny:
         options.pairs, options.pages = 3, 4
     results = on_cpu(options)
+    results |= device_tier(options)
     gpu = "none"
     if torch.cuda.is_available() and not INTERPRETED:
         gpu = torch.cuda.get_device_name()
         results |= on_gpu(options)
+    rates = conversions(options, "cpu" if gpu == "none" else "cuda")
     if options.json:
-        print(json_line(results, options.seed, gpu=gpu, pages=options.pages))
+        print(json_line(results, options.seed, gpu=gpu, pages=options.pages, **rates))
         return
     print(f"{machine()}; seed {options.seed}; {options.pages} pages of 2 MiB; GPU: {gpu}")
     for key, ratio in results.items():
@@ -61,6 +75,7 @@ def main() -> None:
         if key in BUDGETS:
             line += f", budget >= {BUDGETS[key]}: " + ratio.verdict(BUDGETS[key], at_least=True)
         print(line)
+    print("  ".join(f"{key} {rate}" for key, rate in rates.items()))
     if gpu == "none":
         print("no GPU here: its rows were not measured")
 
@@ -107,6 +122,81 @@ def on_cpu(options: argparse.Namespace) -> dict[str, PairedRatio]:
         "gather_cpu_ratio": pairs(copy_in, gathered, seconds, options.pairs),
         "scatter_cpu_ratio": pairs(copy_out, scattered, seconds, options.pairs),
     }
+
+
+def device_tier(options: argparse.Namespace) -> dict[str, PairedRatio]:
+    """The device tier on the CPU: what its checks cost. On a GPU its copies are the bus's."""
+    size = LAYERS * 2 * HEADS * TOKENS * DIM * 2
+    tier = DeviceTier((options.pages + 16) * size * 2, "cpu", extent_bytes=size * 4)
+    rng = np.random.default_rng(options.seed)
+    source = [rng.bytes(size) for _ in range(options.pages)]
+    target = [bytearray(size) for _ in range(options.pages)]
+    records = [page_record(number, page) for number, page in enumerate(source)]
+    payloads, buffers = [memoryview(page) for page in source], [memoryview(page) for page in target]
+    slots: list[int] = []
+
+    def plain() -> None:
+        for page, buffer in zip(payloads, buffers, strict=True):
+            buffer[:] = page
+
+    def store() -> None:
+        tier.free_many(slots)
+        slots[:] = tier.reserve("bench", size, options.pages)
+        assert all(tier.write_many(slots, records, payloads))
+
+    def load() -> None:
+        assert not any(tier.read_many(slots, records, buffers))
+
+    results = {"device_store_ratio": pairs(plain, store, seconds, options.pairs)}
+    return results | {"device_load_ratio": pairs(plain, load, seconds, options.pairs)}
+
+
+def page_record(number: int, payload: bytes) -> PageRecord:
+    return PageRecord(
+        root=bytes(32),
+        tenant="bench",
+        namespace=bytes(16),
+        key=number.to_bytes(16, "little"),
+        parent_key=bytes(16),
+        sequence=number + 1,
+        parent_sequence=0,
+        page_index=0,
+        tokens=number.to_bytes(4, "little") * TOKENS,
+        extras=b"",
+        payload_bytes=len(payload),
+        checksum=checksum(payload),
+    )
+
+
+def conversions(options: argparse.Namespace, device: str) -> dict[str, float]:
+    """Rates of what changes numbers: medians of a few runs, for people; no limit stands beside."""
+    few = max(1, options.pages // 16)
+    kv, ids = cache(few, device), list(range(few))
+    clock = seconds if device == "cpu" else gpu_seconds
+    calls = 1 if device == "cpu" else GPU_CALLS
+    positions = torch.arange(few * TOKENS)
+    frequencies = 10_000.0 ** (-torch.arange(DIM // 2) / (DIM // 2))
+    work: dict[str, Callable[[], Any]] = {
+        "rotate_gb_s": lambda: rotate(kv, ids, positions, positions + 777, frequencies)
+    }
+    for scheme in Scheme:
+        size = QuantizedPage.of(kv, scheme, 1).page_bytes
+        pages = torch.zeros(few, size, dtype=torch.uint8, device=device)
+        work[f"quantize_{scheme}_gb_s"] = partial(there_and_back, kv, ids, pages, scheme)
+    rates = {}
+    for key, call in work.items():
+        taken = statistics.median(clock(call) for _ in range(3)) / calls
+        rates[key] = round(few * kv.block_bytes / taken / 1e9, 3)
+    return rates
+
+
+def there_and_back(kv: PagedKv, ids: list[int], pages: torch.Tensor, scheme: Scheme) -> None:
+    if scheme is Scheme.FP8:
+        quantize_fp8(kv, ids, pages, 1)
+        dequantize_fp8(kv, ids, pages, 1)
+    else:
+        quantize(kv, ids, pages, 1, scheme)
+        dequantize(kv, ids, pages, 1, scheme)
 
 
 def on_gpu(options: argparse.Namespace) -> dict[str, PairedRatio]:

@@ -27,6 +27,12 @@ Size = Annotated[str | None, typer.Option(help="Like 8GiB.", show_default=False)
 Duration = Annotated[str | None, typer.Option(help="Like 60s.", show_default=False)]
 Count = Annotated[int | None, typer.Option(show_default=False)]
 Switch = Annotated[bool | None, typer.Option(show_default=False)]
+Encrypt = Annotated[
+    bool | None, typer.Option(help="Encrypt pages on disk, a key a tenant.", show_default=False)
+]
+Codec = Annotated[
+    str | None, typer.Option(help="New pages on disk: raw, lossless.", show_default=False)
+]
 
 
 def serve(
@@ -41,10 +47,7 @@ def serve(
     disk_bytes: Size = None,
     staging_bytes: Size = None,
     secret_file: Annotated[Path | None, typer.Option(help="The store secret, to share.")] = None,
-    encrypt: Annotated[
-        bool | None,
-        typer.Option(help="Encrypt pages on disk, a key a tenant.", show_default=False),
-    ] = None,
+    encrypt: Encrypt = None,
     keys_dir: Annotated[Path | None, typer.Option(help="Where those keys are: DIR/keys.")] = None,
     huge_pages: Switch = None,
     max_rpcs: Count = None,
@@ -52,9 +55,7 @@ def serve(
     workers: Count = None,
     waiting_workers: Count = None,
     io_threads: Count = None,
-    disk_codec: Annotated[
-        str | None, typer.Option(help="New pages on disk: raw, lossless.", show_default=False)
-    ] = None,
+    disk_codec: Codec = None,
     redis_url: Annotated[
         str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
     ] = None,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -30,7 +29,7 @@ from kvstore.tiers.disk_state import Counters, DiskState, TierState
 from kvstore.tiers.encrypted_page import HEADER_SEAL_BYTES
 from kvstore.tiers.file_layer import FileLayer
 from kvstore.tiers.io_pool import IoPool
-from kvstore.tiers.packed_page import fits, pack
+from kvstore.tiers.packed_page import fits
 from kvstore.tiers.page_io import PageIo, PageTask, read_task
 from kvstore.tiers.segment import NAME_BYTES_MAX, header_bytes_for, payload_class
 from kvstore.tiers.segment_set import FREED, RESERVED, USED, SegmentSet
@@ -352,17 +351,8 @@ class DiskTier:
         return statuses
 
     def pack_many(self, payloads: Sequence[memoryview]) -> list[memoryview | None]:
-        """Payloads packed for smaller slots, by the threads that write; None for what saves none.
-
-        Reserve and write a packed one with its own length, under `as_packed(page)`.
-        """
-        answers = self._pool.run([partial(pack, payload) for payload in payloads])
-        failed = [answer for answer in answers if isinstance(answer, Exception)]
-        if failed:
-            log.warning(
-                "%d pages are written as they are: packing failed: %s", len(failed), failed[0]
-            )
-        return [answer if isinstance(answer, memoryview) else None for answer in answers]
+        """Payloads packed for smaller slots; None for what saves none. See PageIo.pack."""
+        return self._page_io.pack(payloads)
 
     def free_many(self, slots: Sequence[int], *, erase: bool = False) -> None:
         """Give slots back. Published ones can be reserved again after the next commit.

@@ -10,6 +10,7 @@ copy. Works on open segments; knows no catalog and no slot states.
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from kvstore.tiers.file_layer import (
     write_fully,
 )
 from kvstore.tiers.io_route import Route, RouteChooser
-from kvstore.tiers.packed_page import as_packed, is_packed, stored_bytes, unpack
+from kvstore.tiers.packed_page import as_packed, is_packed, pack, stored_bytes, unpack
 from kvstore.tiers.segment import decode_page_header, encode_page_header, same_page
 from kvstore.tiers.tier import ALIGNMENT_BYTES, PageRecord, ReadStatus, TierError, aligned
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.segment_set import Segment
 
     Way = Callable[[Sequence["PageTask"]], Any]
+
+log = logging.getLogger("kvstore.tiers.disk")
 
 RUN_BYTES_MAX = 2 << 20  # neighbouring slots are joined up to this much; one page may be larger
 BOUNCE_BYTES_MAX = 8 << 20  # a thread; larger pages always go straight
@@ -145,6 +148,17 @@ class PageIo:
                 failed = isinstance(answer, OSError)
                 statuses[task.position] = ReadStatus.ERROR if failed else answer[index]
         return [statuses[task.position] for task in tasks]
+
+    def pack(self, payloads: Sequence[memoryview]) -> list[memoryview | None]:
+        """Payloads packed for smaller slots, in the pool's threads; None for what saves none.
+
+        Reserve and write a packed one with its own length, under `as_packed(page)`.
+        """
+        answers = self._pool.run([partial(pack, payload) for payload in payloads])
+        failed = [answer for answer in answers if isinstance(answer, Exception)]
+        if failed:
+            log.warning("%d pages stay unpacked: the first failed with %s", len(failed), failed[0])
+        return [answer if isinstance(answer, memoryview) else None for answer in answers]
 
     def erase(self, segment: Segment, slots: Sequence[int]) -> None:
         """Overwrite the headers of slots with zeros. Raises OSError; syncs nothing."""
