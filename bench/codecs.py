@@ -10,7 +10,7 @@ would hide what a codec does.
 
     lossless_ratio >= 1.35, bit-exact     int8_kl <= 0.001     int4_kl <= 0.02     nats, mean
 
-    python bench/codecs.py [--json] [--tiny] [--prompts 50] [--prefix 256] [--next 64] [--model DIR]
+    python bench/codecs.py [--json] [--tiny] [--prompts 50] [--prefix 128] [--next 32] [--model DIR]
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--tiny", action="store_true", help="two short prompts: a test of it")
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--prefix", type=int, default=256, help="tokens that go through the codec")
-    parser.add_argument("--next", type=int, default=64, help="tokens that are read after them")
+    parser.add_argument("--prefix", type=int, default=128, help="tokens that go through the codec")
+    parser.add_argument("--next", type=int, default=32, help="tokens that are read after them")
     parser.add_argument("--model", type=Path, help="a model's directory; default: the demo's")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
