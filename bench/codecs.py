@@ -4,9 +4,9 @@ For each prompt, pages of the first tokens go through a codec and back; the mode
 next tokens over that cache. Beside the exact cache, token by token: KL of the next-token
 distributions, and whether the most likely token is the same. Text: docstrings of Python's library.
 
-The KV is computed as engines do, in bfloat16; the reading after it in float32. In bfloat16 any
-change of a last bit, a codec's or a kernel's, moves the distributions by about 0.002 nats, which
-would hide what a codec does.
+The KV is computed as engines do, in bfloat16; the reading after it in float32. Read in bfloat16,
+two prompts (16 tokens) gave int8 0.0021 nats and fp8 0.0028: above int8's budget. That this is the
+arithmetic's rounding and not the codec's error is likely, but no run has shown it apart.
 
     lossless_ratio >= 1.35, bit-exact     int8_kl <= 0.001     int4_kl <= 0.02     nats, mean
 
