@@ -60,10 +60,13 @@ class Refusal:
 class RedisLink:
     """Thread-safe. Opening it waits for nothing: the watch makes the first connection."""
 
-    def __init__(self, address: RedisAddress, password: str = "") -> None:
-        """Begin to connect. `password` is never shown or logged."""
+    def __init__(
+        self, address: RedisAddress, password: str = "", *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Begin to connect. `password` is never shown or logged. timeout_s: of a silent step."""
         self._address = address
         self._password = password
+        self._timeout_s = timeout_s
         self._client: Any = None
         self._turns = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._lock = threading.Lock()
@@ -123,7 +126,7 @@ class RedisLink:
             raise TierError(f"redis at {self._address}: {CONNECTIONS_MAX} calls are under way")
         try:
             if self._client is None:
-                self._client = _connect(self._address, self._password)
+                self._client = _connect(self._address, self._password, self._timeout_s)
             with self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
@@ -206,12 +209,12 @@ class RedisLink:
 _LINE_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.RedisClusterException, OSError)
 
 
-def _connect(address: RedisAddress, password: str) -> Any:
+def _connect(address: RedisAddress, password: str, timeout_s: float) -> Any:
     settings: dict[str, Any] = {
         "username": address.user or None,
         "password": password or None,
-        "socket_timeout": TIMEOUT_S,
-        "socket_connect_timeout": TIMEOUT_S,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,

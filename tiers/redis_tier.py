@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.tiers import redis_record
 from kvstore.tiers.checksum import checksum
-from kvstore.tiers.redis_link import Command, RedisLink, Refusal
+from kvstore.tiers.redis_link import TIMEOUT_S, Command, RedisLink, Refusal
 from kvstore.tiers.redis_record import PIECE_BYTES, RecordError, Sealed
 from kvstore.tiers.tier import (
     ALIGNMENT_BYTES,
@@ -69,11 +69,12 @@ class RedisTier:
         *,
         password: str = "",
         ttl_s: float = 86_400.0,
+        timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key_of` gives a tenant's secret for names and seals: 16 to 64 bytes, the same in all
-        stores that share."""
-        self.link = RedisLink(address, password)
+        stores that share. timeout_s: a call ends after so long a silence."""
+        self.link = RedisLink(address, password, timeout_s=timeout_s)
         self.counters = RedisCounters()
         self._capacity_bytes = capacity_bytes
         self._key_of = key_of

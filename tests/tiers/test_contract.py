@@ -58,7 +58,10 @@ def make_tier(name: str, directory: Path, server: RedisProcess | None) -> OpenTi
         return device_tier(CAPACITY_BYTES[name])
     assert server is not None
     tier = RedisTier(
-        RedisAddress.parse(server.url), CAPACITY_BYTES[name], lambda tenant: tenant.encode() * 16
+        RedisAddress.parse(server.url),
+        CAPACITY_BYTES[name],
+        lambda tenant: tenant.encode() * 16,
+        timeout_s=10.0,  # a machine that runs tests may be busy
     )
     assert tier.link.wait_first(10.0)
     return tier
