@@ -482,7 +482,7 @@ def test_roles_and_tenants_come_from_the_credential(tmp_path: Path) -> None:
 
 def test_operators_calls(server: Server, client: RawClient) -> None:
     tokens = fresh(2)
-    client.save(tokens)
+    client.save(tokens, durable=True)  # nothing of it is being written any more
     listing = json.loads(client.call("List", messages.ListRequest(limit=1000)).json)
     assert listing["namespaces"][0]["tenant"] == "default"
     chain = listing["chains"][0]["chain_id"]
