@@ -19,6 +19,7 @@ from kvstore._version import __version__
 from kvstore.cli_cert import cert
 from kvstore.cli_directory import Place, on_store
 from kvstore.cli_serve import serve
+from kvstore.cli_simulate import simulate
 from kvstore.cli_tenant import tenant_app
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.inspection import SORTS
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(serve)
 app.add_typer(tenant_app)
 app.command()(cert)
+app.command()(simulate)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 Limit = Annotated[int, typer.Option(min=1, max=CHAINS_MAX, help="How many rows at most.")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,15 @@ from kvstore.prefix_index.page_table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    Score: TypeAlias = Callable[[Ids], npt.NDArray[np.float64]]
 
 PAGES_NO_LIMIT = 1 << 31
 BYTES_NO_LIMIT = 1 << 62
 # So many leaves are sorted at first, then twice as many: few are needed of all that there are.
 _PART = 4096
+_SCORED = 32  # pages of a chain whose scores are asked for at once
 _LAST = (float("inf"), NO_PAGE)
 
 
@@ -105,25 +108,37 @@ class Departure:
             if self.enough:
                 return
 
-    def take_coldest(self, leaves: Ids, scores: npt.NDArray[np.float64]) -> None:
+    def take_coldest(self, leaves: Ids, score: Score) -> None:
         """Take the page of lowest score that may leave, again and again, until enough.
 
-        `leaves` are the pages that may leave now; those above them join as they come free.
-        `scores` is a column by page id. Of equal scores a page that came free goes first.
+        `leaves` are the pages that may leave now; those above them join as they come free. Of equal
+        scores a page that came free goes first.
         """
-        leaf_stream = _ascending(leaves, scores[leaves])
+        leaf_stream = _ascending(leaves, score(leaves))
         freed: list[tuple[float, int, int]] = []
+        known: dict[int, float] = {}
         depth = self._table.depth
-        score, leaf = next(leaf_stream, _LAST)
+        worth, leaf = next(leaf_stream, _LAST)
         while not self.enough and (freed or leaf != NO_PAGE):
-            if freed and freed[0][0] <= score:
+            if freed and freed[0][0] <= worth:
                 page = heapq.heappop(freed)[2]
             else:
                 page = leaf
-                score, leaf = next(leaf_stream, _LAST)
+                worth, leaf = next(leaf_stream, _LAST)
             above = self.take(page)
             if above != NO_PAGE and self.may_leave(above):
-                heapq.heappush(freed, (float(scores[above]), -int(depth[above]), above))
+                if above not in known:
+                    self._score_chain(above, score, known)
+                heapq.heappush(freed, (known[above], -int(depth[above]), above))
+
+    def _score_chain(self, page: int, score: Score, known: dict[int, float]) -> None:
+        """Ask for the scores of a page and of those above it at once: they may be next."""
+        run: list[int] = []
+        parent = self._table.parent
+        while page != NO_PAGE and len(run) < min(_SCORED, max(1, self._pages_left)):
+            run.append(page)
+            page = int(parent[page])
+        known.update(zip(run, score(as_ids(run)).tolist(), strict=True))
 
 
 def _ascending(ids: Ids, scores: npt.NDArray[np.float64]) -> Iterator[tuple[float, int]]:

@@ -7,7 +7,7 @@ one tenant's, and no call looks from one tree into another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,21 @@ _NOTHING = np.empty(0, np.int32)
 _NOTHING.flags.writeable = False
 
 
+class PageUses(Protocol):
+    """Who wants to know which pages are used, new and forgotten. It must not call the index."""
+
+    def inserted(
+        self, ids: Ids, keys: npt.NDArray[np.uint64], depth: int, page_tokens: int, now: float
+    ) -> None:
+        """A run of one chain, first page first; `keys` are the first halves of page keys."""
+
+    def touched(self, ids: Ids, now: float) -> None:
+        """Pages of one chain were used again."""
+
+    def removed(self, ids: Ids, keys: npt.NDArray[np.uint64]) -> None:
+        """Pages are about to be forgotten."""
+
+
 class PrefixIndex:
     """Tokens to pages, and the state of each page. `table` columns are for reading."""
 
@@ -52,6 +67,8 @@ class PrefixIndex:
         self._by_number: list[RadixTree | None] = []
         # Told the pages that came into a tier (True), or are about to leave it (False).
         self.observer: Callable[[Ids, int, bool], None] | None = None
+        # Told of pages that are used, new or forgotten: the policy, to which ids are all.
+        self.policy: PageUses | None = None
 
     def __len__(self) -> int:
         """Live pages."""
@@ -143,6 +160,8 @@ class PrefixIndex:
         rows = rows_of(as_ids(ids))
         self.table.last_use[rows] = now
         self.table.hits[rows] += np.uint32(1)
+        if self.policy is not None:
+            self.policy.touched(as_ids(ids), now)
 
     def tokens_of(self, page: int) -> bytes:
         """The page's own tokens, int32 little-endian."""
@@ -229,6 +248,8 @@ class PrefixIndex:
         table.created[ids] = int(now)
         table.writer[ids] = writer_id
         tree.insert(parent, tokens, ids, first_extras)
+        if self.policy is not None:
+            self.policy.inserted(ids, table.key[ids, 0], depth, page_tokens, now)
         return ids
 
     def bulk_load(self, root: bytes, page_tokens: int, rows: PageRows, tier: int) -> Loaded:
@@ -264,6 +285,8 @@ class PrefixIndex:
             for tree, part in trees:
                 assert tree is not None
                 tree.expect_removable(part)
+        if self.policy is not None and len(ids):
+            self.policy.removed(ids, self.table.key[ids, 0])
         for tree, part in trees:
             assert tree is not None
             tree.remove(part)
@@ -364,15 +387,18 @@ class PrefixIndex:
         pages: int = PAGES_NO_LIMIT,
         payload_bytes: int = BYTES_NO_LIMIT,
         scores: npt.NDArray[np.float64] | None = None,
+        score: Callable[[Ids], npt.NDArray[np.float64]] | None = None,
         roots: Collection[bytes] | None = None,
     ) -> Ids:
-        """Victims by ascending score (a column by page id; last use unless given), as `victims`.
+        """Victims by ascending score, as `victims`: a column by page id, or a function of page ids;
+        last use if neither is given.
 
         One numpy sweep over the table, then work in proportion to the pages found.
         """
         departure = Departure(self.table, tier, pages, payload_bytes)
         leaves = self.evictable(tier, now, roots)
-        departure.take_coldest(leaves, self.table.last_use if scores is None else scores)
+        column = self.table.last_use if scores is None else scores
+        departure.take_coldest(leaves, score or (lambda pages: column[pages]))
         return departure.taken
 
     def check(self) -> None:
