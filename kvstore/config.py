@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -148,6 +148,10 @@ class StoreConfig(BaseModel):
     io_threads: Count = Field(default=4, ge=1, le=64)
     # How new pages lie on disk: raw, or lossless (packed, byte for byte the same when read).
     disk_codec: DiskCodec = "raw"
+    # What leaves a tier first; see README, "What stays".
+    policy: Literal["csl", "lru", "arc", "gdsf"] = "csl"
+    # What csl and gdsf are to save: hits, time to first token, or prefill work.
+    objective: Literal["hits", "ttft", "compute"] = "hits"
     # How long `stage` waits for the disk unless the call says otherwise.
     stage_deadline_s: Seconds = Field(default=2.0, gt=0, le=3600)
     # A Redis or Valkey to share pages through; see tiers/redis_address.py. Empty: none.

@@ -306,6 +306,7 @@ class Evictor:
                 state.counters.demotions += len(waiting)
                 self._plans.pop((tier, tuple(roots)), None)
                 victims = self._coldest(tier, roots, wanted)
+        state.policy.left(victims, tier)
         self._leave(tier, victims)
         return len(victims)
 
@@ -339,7 +340,7 @@ class Evictor:
             tier,
             state.clock(),
             pages=count,
-            scores=state.policy.scores(state.index.table.last_use),
+            score=lambda pages: state.policy.scores(pages, tier),
             roots=None if everything else roots,
         )
 
@@ -369,7 +370,7 @@ class Evictor:
         live = table.live()
         resident = live[state.in_tier(live, tier)]
         homes = table.slot[tier][resident] >> SLOT_INDEX_BITS
-        scores = state.policy.scores(table.last_use)[resident]
+        scores = state.policy.scores(resident, tier)
         ids, places = np.unique(homes, return_inverse=True)
         warmest = np.full(len(ids), -np.inf)
         np.maximum.at(warmest, places, scores)

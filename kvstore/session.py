@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ClosedError
+from kvstore.errors import ClosedError, InvalidRequest
 from kvstore.identity import PUBLIC_TENANT
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
@@ -210,6 +210,33 @@ class Session:
             pages = self.state.index.match(self.root, values, more)
             for page in pages.tolist():
                 self.state.index.unpin(page)
+            return len(pages)
+
+    def hint(
+        self,
+        tokens: Tokens,
+        extras: Extras | None = None,
+        *,
+        next_use_s: float | None = None,
+        priority: int | None = None,
+        done: bool = False,
+    ) -> int:
+        """Tell what is known of the stored chain of this prompt; how many pages it has.
+
+        next_use_s: it will be asked for in so many seconds, as a queue knows; such pages leave
+        last. priority: -2..2, they leave before or after others. done: it won't come back (its
+        session has ended), and leaves first. A hint never makes another tenant's pages leave, and
+        of pages that others share it is the last word that counts, until they are used again.
+        """
+        if next_use_s is not None:
+            next_use_s = checked_deadline(next_use_s)
+        if priority is not None and (type(priority) is not int or not -2 <= priority <= 2):
+            raise InvalidRequest(f"priority: {priority!r} given; a whole number in -2..2")
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        with self.state.lock:
+            self.require_open()
+            pages = self._stored(values, more)
+            self.state.policy.hint(pages, next_use_s=next_use_s, priority=priority, done=done)
             return len(pages)
 
     def close(self) -> None:

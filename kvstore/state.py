@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.config import StoreConfig
+    from kvstore.page_policy import PagePolicy
     from kvstore.prefix_index.index import PrefixIndex
     from kvstore.shares import Tenancy
     from kvstore.tiers.disk_tier import DiskTier
-    from kvstore.tiers.eviction import LruPolicy
     from kvstore.tiers.host_tier import HostTier
     from kvstore.tiers.redis_tier import RedisTier
 
@@ -116,7 +116,7 @@ class StoreState:
     index: PrefixIndex
     host: HostTier | None
     disk: DiskTier | None
-    policy: LruPolicy
+    policy: PagePolicy
     secret: bytes
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time

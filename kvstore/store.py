@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvstore.housekeeper import Housekeeper
 from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
 from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
+from kvstore.page_policy import PagePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.redis_share import RedisShare
@@ -49,7 +51,6 @@ from kvstore.store_opening import open_disk, open_host
 from kvstore.store_stats import Stats, stats_of
 from kvstore.tenant import tenant_secret, tree_root
 from kvstore.tenant_usage import usage, usages
-from kvstore.tiers.eviction import LruPolicy
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -84,8 +85,12 @@ class Store:
         try:
             host = open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config))
+            policy = PagePolicy(
+                config.policy, _pages_expected(config), time.monotonic, config.objective
+            )
+            index.policy = policy
             self.state = StoreState(
-                config, index, host, disk, LruPolicy(), secret or secrets.token_bytes(32)
+                config, index, host, disk, policy, secret or secrets.token_bytes(32)
             )
             if disk is not None:
                 remember_opening(config, self.state.secret, at_rest)
