@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.simulated_tree import SimulatedTree
-from kvstore.simulation import EVEN_TOKENS, PROGRESS_REQUESTS, Hits, Tally
+from kvstore.simulation import EVEN_TOKENS, PROGRESS_REQUESTS, Hits, Tally, next_uses
 from kvstore.tiers.eviction import SCORE_MIN, LruPolicy
 from kvstore.trace import NO_BLOCK
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
     from kvstore.tiers.eviction import Ids, Scores
     from kvstore.trace import Trace
-
-
-def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
-    """For each block reference the request that asks for the block next; `requests` if none."""
-    request = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
-    order = np.lexsort((request, trace.blocks))
-    following = np.full(trace.references, trace.requests, np.int64)
-    same = trace.blocks[order[1:]] == trace.blocks[order[:-1]]
-    following[order[:-1][same]] = request[order[1:][same]]
-    return following
 
 
 class FarthestUse(LruPolicy):

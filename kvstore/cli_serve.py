@@ -56,6 +56,12 @@ def serve(
     waiting_workers: Count = None,
     io_threads: Count = None,
     disk_codec: Codec = None,
+    policy: Annotated[str | None, typer.Option(help="csl, lru, arc or gdsf.")] = None,
+    objective: Annotated[str | None, typer.Option(help="hits, ttft or compute.")] = None,
+    write_policy: Annotated[str | None, typer.Option(help="through, back, selective.")] = None,
+    record_file: Annotated[
+        Path | None, typer.Option(help="Record look-ups there, anonymised.")
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
     ] = None,

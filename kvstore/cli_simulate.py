@@ -18,6 +18,7 @@ from kvstore.plot import line_chart
 from kvstore.quantity import parse_duration
 from kvstore.simulation import EVEN_TOKENS, replay
 from kvstore.simulation_index import replay_index
+from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.tiers.policies import OBJECTIVES, POLICIES, make_policy
 from kvstore.trace import read_trace
 
@@ -52,6 +53,9 @@ def simulate(
     objective: Annotated[
         str, typer.Option(help=f"What csl and gdsf are to save: {', '.join(OBJECTIVES)}.")
     ] = "hits",
+    lookahead: Annotated[
+        int, typer.Option(min=0, help="Hint the next uses that so many queued requests show.")
+    ] = 0,
     warmup: Annotated[str, typer.Option(help="Count hits only after so long: 0s, 10m.")] = "0s",
     even_tokens: Annotated[
         int, typer.Option(min=1, help="Where attention costs as much as the rest of prefill.")
@@ -87,7 +91,7 @@ def simulate(
             for size in sizes:
                 before = len(results) * found.requests
                 progress.update(task, description=f"{name}, {size:,} blocks")
-                run = _runner(name, found, size, objective, even_tokens, real_index)
+                run = _runner(name, found, size, objective, even_tokens, real_index, lookahead)
                 results.append(run(warmup_s, partial(_tell, progress, task, before)))
     if plot is not None:
         _write_plot(plot, found, results)
@@ -114,17 +118,34 @@ def parse_sizes(text: str, unique: int) -> list[int]:
 
 
 def _runner(
-    name: str, trace: Trace, size: int, objective: str, even_tokens: int, real_index: bool
+    name: str,
+    trace: Trace,
+    size: int,
+    objective: str,
+    even_tokens: int,
+    real_index: bool,
+    lookahead: int,
 ) -> Callable[[float, Callable[[int], None]], Hits]:
     """What replays one policy at one size, given the warm-up and whom to tell of progress."""
 
     def run(warmup_s: float, tell: Callable[[int], None]) -> Hits:
-        more = {"warmup_s": warmup_s, "even_tokens": float(even_tokens)}
+        work = float(even_tokens)
         if name == BOUND:
-            return replay_belady(trace, size, **more, progress=tell)
+            return replay_belady(trace, size, warmup_s=warmup_s, even_tokens=work, progress=tell)
         made = make_policy(name, size, objective, even_tokens / 2 / trace.block_tokens)
-        engine = replay_index if real_index else replay
-        return engine(trace, made, size, **more, progress=tell)
+        if real_index:
+            return replay_index(trace, made, size, warmup_s=warmup_s, even_tokens=work, progress=tell)
+        if lookahead:
+            made = HintedPolicy(made)
+        return replay(
+            trace,
+            made,
+            size,
+            warmup_s=warmup_s,
+            even_tokens=work,
+            lookahead=lookahead,
+            progress=tell,
+        )
 
     return run
 

@@ -152,6 +152,11 @@ class StoreConfig(BaseModel):
     policy: Literal["csl", "lru", "arc", "gdsf"] = "csl"
     # What csl and gdsf are to save: hits, time to first token, or prefill work.
     objective: Literal["hits", "ttft", "compute"] = "hits"
+    # When pages go to disk: at commit (through), or on leaving memory, all of them (back) or only
+    # those that were used again (selective). What is in memory only is lost when the process is.
+    write_policy: Literal["through", "back", "selective"] = "through"
+    # A new file to record look-ups in, anonymised, for `kvstore simulate`; None: no recording.
+    record_file: OptionalPath = None
     # How long `stage` waits for the disk unless the call says otherwise.
     stage_deadline_s: Seconds = Field(default=2.0, gt=0, le=3600)
     # A Redis or Valkey to share pages through; see tiers/redis_address.py. Empty: none.

@@ -77,6 +77,7 @@ class Evictor:
         self._state = state
         self._demote = demote
         self._plans: dict[tuple[int, tuple[bytes, ...]], Plan] = {}  # by tier and roots
+        self._hints = 0  # given when those were made
 
     def take_host(self, tenant: str, payload_bytes: int, count: int) -> list[int]:
         """Slots of the arena that are free now, as many as the tenant's quota allows."""
@@ -301,11 +302,11 @@ class Evictor:
         wanted = count if exactly else max(count, min(self.batch(count), PIECE_PAGES))
         victims = self._coldest(tier, roots, wanted)
         if tier == HOST and state.unwritten:
-            waiting = victims[np.isin(victims, list(state.unwritten))]
+            waiting = self._worth_writing(victims[np.isin(victims, list(state.unwritten))])
             if len(waiting) and self._demote(waiting[::-1]):  # parents first
                 state.counters.demotions += len(waiting)
                 self._plans.pop((tier, tuple(roots)), None)
-                victims = self._coldest(tier, roots, wanted)
+                victims = self._until_unwritten(self._coldest(tier, roots, wanted))
         state.policy.left(victims, tier)
         self._leave(tier, victims)
         return len(victims)
@@ -314,10 +315,27 @@ class Evictor:
         """How many pages to evict in all where `count` are asked for."""
         return max(count, min(len(self._state.index) // BATCH_PART, BATCH_PAGES_MAX))
 
+    def _worth_writing(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Of pages that only the arena has, those that the disk is to keep."""
+        if self._state.config.write_policy != "selective":
+            return pages
+        return pages[self._state.index.table.hits[pages] > 0]
+
+    def _until_unwritten(self, victims: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Victims before the first that has to be written: the disk is at it, and they wait."""
+        state = self._state
+        if state.config.write_policy == "through" or not len(victims):
+            return victims
+        kept = self._worth_writing(victims[np.isin(victims, list(state.unwritten))])
+        return victims[: int(np.isin(victims, kept).argmax())] if len(kept) else victims
+
     def _coldest(self, tier: int, roots: list[bytes], wanted: int) -> NDArray[np.int32]:
         """The next of those that the last sweep ranked and nobody has touched since; if there are
         none, sweep again."""
         state, name = self._state, (tier, tuple(roots))
+        if self._hints != state.policy.hints:
+            self._hints = state.policy.hints
+            self._plans.clear()
         while plan := self._plans.get(name):
             order = plan.take(state.index.table, wanted)
             if order is None:

@@ -33,6 +33,7 @@ class PagePolicy:
         """A policy for a store of about so many pages."""
         self._policy = HintedPolicy(make_policy(name, max(pages, PAGES_MIN), objective))
         self._clock = clock
+        self.hints = 0  # given so far: a ranking from before one is void
 
     @property
     def name(self) -> str:
@@ -71,6 +72,7 @@ class PagePolicy:
         """What a caller knows of pages: see Session.hint."""
         if not len(ids):
             return
+        self.hints += 1
         if priority is not None:
             self._policy.prefer(ids, priority)
         if done:

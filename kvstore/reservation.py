@@ -244,7 +244,8 @@ class Reservation:
         state.index.table.created[pages] = int(state.wall_clock())
         state.counters.pages_committed += count
         writer = self._session.disk_writer
-        if writer is not None and not writer.enqueue(pages.tolist()):
+        through = state.config.write_policy == "through"
+        if writer is not None and not (through and writer.enqueue(pages.tolist())):
             state.unwritten.update(pages.tolist())
         for behind in self._after:
             behind._follow(int(pages[-1]))

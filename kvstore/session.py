@@ -117,6 +117,9 @@ class Session:
             if counted is None:
                 counters.lookups += 1
                 counters.lookup_tokens += len(values) // TOKEN_BYTES
+                if state.recorder is not None:
+                    size = self.spec.page_tokens
+                    state.recorder.add(state.clock(), self.root, values, size, more)
             if len(pages):
                 state.index.lease(int(pages[-1]))
                 state.index.touch(pages[known:], state.clock())

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.simulated_tree import SimulatedTree
+from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.trace import NO_BLOCK
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # About 30 K for a model of 8 B parameters, 3 K for one of 135 M.
 EVEN_TOKENS = 30_000
 PROGRESS_REQUESTS = 500
+AHEAD_PAGES_MAX = 256  # as evictor.BATCH_PAGES_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +102,23 @@ def replay(
     *,
     warmup_s: float = 0.0,
     even_tokens: float = EVEN_TOKENS,
+    ahead_part: int = 0,
+    lookahead: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Hits:
-    """Run one policy at one capacity, in blocks of the trace."""
+    """Run one policy at one capacity, in blocks of the trace.
+
+    ahead_part: as the store does, evict at least this part of all pages (64: one in 64) at once.
+    lookahead: hint the next uses that so many queued requests make known.
+    """
     tally = Tally(trace, warmup_s, even_tokens)
-    run = Replay(trace, policy, capacity)
+    run = Replay(trace, policy, capacity, ahead_part=ahead_part)
+    queue = Queue(trace, policy, lookahead) if isinstance(policy, HintedPolicy) else None
     began = time.perf_counter()
     for request in range(trace.requests):
         tally.add(request, run.step(request))
+        if queue is not None:
+            queue.step(request, run.now(request))
         if progress is not None and request % PROGRESS_REQUESTS == 0:
             progress(request)
     return tally.result(policy.name, capacity, run.evicted, time.perf_counter() - began)
@@ -116,23 +127,28 @@ def replay(
 class Replay:
     """One tier on its way through a trace."""
 
-    def __init__(self, trace: Trace, policy: Policy, capacity: int) -> None:
+    def __init__(self, trace: Trace, policy: Policy, capacity: int, *, ahead_part: int = 0) -> None:
         self.trace = trace
         self.policy = policy
         self.capacity = capacity
+        self._ahead_part = ahead_part
         self.tree = SimulatedTree(trace, policy)
         self.evicted = 0
         self._keys: Keys = np.arange(trace.unique, dtype=np.uint64)
         self._starts = trace.starts.tolist()
-        self._times = trace.times_s.tolist()
+        self._times: list[float] = trace.times_s.tolist()
         self._offset_s = 1.0 - self._times[0]  # scores are times: they must be above 0
+
+    def now(self, request: int) -> float:
+        """Virtual time of a request, above 0."""
+        return self._times[request] + self._offset_s
 
     def step(self, request: int) -> int:
         """The next request; how many of its blocks were hit."""
         path = self.trace.blocks[self._starts[request] : self._starts[request + 1]]
         if not len(path):
             return 0
-        now = self._times[request] + self._offset_s
+        now = self.now(request)
         hit = self.tree.hit(path)
         if hit:
             self.policy.touch(path[:hit], now)
@@ -148,14 +164,58 @@ class Replay:
         if missing > 0:
             if hit:
                 tree.hold(parent)
-            gone = np.array(tree.evict(missing, now), np.int32)
+            if self._ahead_part:
+                missing_ahead = max(missing, min(tree.used // self._ahead_part, AHEAD_PAGES_MAX))
+            else:
+                missing_ahead = missing
+            gone = np.array(tree.evict(missing_ahead, now), np.int32)
             if len(gone):
                 self.policy.left(gone, now)
                 self.policy.remove(gone, self._keys[gone], now)
                 self.evicted += len(gone)
             if hit:
                 tree.let_go(parent)
-            run = run[: len(run) - (missing - len(gone))]
+            run = run[: len(run) - max(0, missing - len(gone))]
         if len(run):
             self.policy.insert(run, self._keys[run], hit, self.trace.block_tokens, now)
             tree.add(run, parent)
+
+
+class Queue:
+    """What a router knows: the next requests, told as hints of when their blocks are used."""
+
+    def __init__(self, trace: Trace, policy: HintedPolicy, requests: int) -> None:
+        self._trace = trace
+        self._policy = policy
+        self._requests = requests
+        self._following = next_uses(trace)
+
+    def step(self, request: int, now: float) -> None:
+        """The request has been served: hint what is asked again, and what the queue's end asks."""
+        if not self._requests:
+            return
+        trace = self._trace
+        first, last = trace.starts[request], trace.starts[request + 1]
+        self._hint(trace.blocks[first:last], self._following[first:last], request, now)
+        newest = request + self._requests
+        if newest < trace.requests:
+            path = trace.blocks[trace.starts[newest] : trace.starts[newest + 1]]
+            path = path[~np.isfinite(self._policy.expected(path))]
+            self._hint(path, np.full(len(path), newest), request, now)
+
+    def _hint(self, path: Ids, uses: npt.NDArray[np.int64], request: int, now: float) -> None:
+        known = uses <= min(request + self._requests, self._trace.requests - 1)
+        if known.any():
+            times = self._trace.times_s
+            wait_s = times[uses[known]] - times[request]
+            self._policy.expect(path[known], now + wait_s)
+
+
+def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
+    """For each block reference the request that asks for the block next; `requests` if none."""
+    request = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
+    order = np.lexsort((request, trace.blocks))
+    following = np.full(trace.references, trace.requests, np.int64)
+    same = trace.blocks[order[1:]] == trace.blocks[order[:-1]]
+    following[order[:-1][same]] = request[order[1:][same]]
+    return following

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig
     from kvstore.page_policy import PagePolicy
     from kvstore.prefix_index.index import PrefixIndex
+    from kvstore.recorder import Recorder
     from kvstore.shares import Tenancy
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.host_tier import HostTier
@@ -145,6 +146,7 @@ class StoreState:
     # tier, and neither is any below it: so what Redis loses never costs a page of this store.
     redis: RedisTier | None = None
 
+    recorder: Recorder | None = None  # of look-ups, if asked for
     tenancy: Tenancy = NO_QUOTAS
     disk_use: dict[str, int] = field(default_factory=dict)  # bytes of slots on disk, by tenant
     staging_use: Callable[[str], int] = lambda tenant: 0  # bytes, besides the arena

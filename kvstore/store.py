@@ -32,6 +32,7 @@ from kvstore.namespaces import SpecFolder
 from kvstore.page_policy import PagePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
+from kvstore.recorder import Recorder
 from kvstore.redis_share import RedisShare
 from kvstore.remembered import remembered
 from kvstore.removal import Selection
@@ -100,6 +101,8 @@ class Store:
             raise
         state = self.state
         self.config = config
+        if config.record_file is not None:
+            state.recorder = Recorder(config.record_file)
         self.events = EventLog(state)
         self._specs = SpecFolder(config.directory if disk is not None else None)
         self._writer = DiskWriter(state, disk) if disk is not None else None
@@ -336,6 +339,16 @@ class Store:
         if state.redis is not None:
             state.redis.check()
 
+    def _write_what_stayed(self) -> None:
+        """Queue what the write policy kept in memory so far, as if it were evicted now."""
+        state = self.state
+        if self._writer is None or state.config.write_policy == "through":
+            return
+        with state.lock:
+            hits = state.index.table.hits
+            every = state.config.write_policy == "back"
+            self._writer.enqueue(page for page in list(state.unwritten) if every or hits[page])
+
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
         """Flush and close; False when the disk did not take all within `deadline_s` seconds."""
         state = self.state
@@ -351,7 +364,10 @@ class Store:
         done = self._stager.stop(deadline) if self._stager is not None else True
         if self._share is not None:
             self._share.stop(deadline)
+        if state.recorder is not None:
+            state.recorder.close()
         if self._writer is not None:
+            self._write_what_stayed()
             done = self._writer.stop(deadline) and done
             state.free_unused_slots()
         with state.lock:

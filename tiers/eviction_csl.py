@@ -34,7 +34,7 @@ LENGTHS = len(TOKEN_EDGES) + 1
 GHOSTS_PER_PAGE = 8
 REFIT_EVENTS = 50
 # Rows looked at, of pages and of ghosts, to count open intervals: a sample of the table.
-SAMPLE_ROWS = 1 << 13
+SAMPLE_ROWS = 1 << 14
 _BY_RECENCY = 1e-12  # so much of a score is the age alone: it decides between equals
 
 _bucket = np.zeros(256, np.uint8)

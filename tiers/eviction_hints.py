@@ -38,6 +38,12 @@ class HintedPolicy(Policy):
         self._make_room(pages)
         self._next[pages] = next_use
 
+    def expected(self, pages: Ids) -> Scores:
+        """The next use of each page as hinted; infinity where nothing is known."""
+        self._make_room(pages)
+        found: Scores = self._next[pages]
+        return found
+
     def prefer(self, pages: Ids, priority: int) -> None:
         """They leave before (below 0) or after (above 0) pages of priority 0."""
         self._make_room(pages)
@@ -51,13 +57,11 @@ class HintedPolicy(Policy):
 
     def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
         self.inner.insert(pages, keys, depth, tokens, now)
-        if self._hinted:
-            self._make_room(pages)
+        self._forget(pages)
 
     def restore(self, pages: Ids, last: Scores) -> None:
         self.inner.restore(pages, last)
-        if self._hinted:
-            self._make_room(pages)
+        self._forget(pages)
 
     def touch(self, pages: Ids, now: float) -> None:
         self.inner.touch(pages, now)
@@ -83,6 +87,9 @@ class HintedPolicy(Policy):
 
     def remove(self, pages: Ids, keys: Keys, now: float) -> None:
         self.inner.remove(pages, keys, now)
+        self._forget(pages)
+
+    def _forget(self, pages: Ids) -> None:
         if self._hinted:
             self._make_room(pages)
             self._next[pages] = _NEVER
