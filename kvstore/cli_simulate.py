@@ -134,7 +134,9 @@ def _runner(
             return replay_belady(trace, size, warmup_s=warmup_s, even_tokens=work, progress=tell)
         made = make_policy(name, size, objective, even_tokens / 2 / trace.block_tokens)
         if real_index:
-            return replay_index(trace, made, size, warmup_s=warmup_s, even_tokens=work, progress=tell)
+            return replay_index(
+                trace, made, size, warmup_s=warmup_s, even_tokens=work, progress=tell
+            )
         if lookahead:
             made = HintedPolicy(made)
         return replay(
