@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from pathlib import Path  # noqa: TC003  # typer looks at the annotations
+from pathlib import Path  # typer looks at the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 Size = Annotated[str | None, typer.Option(help="Like 8GiB.", show_default=False)]
 Duration = Annotated[str | None, typer.Option(help="Like 60s.", show_default=False)]
 Count = Annotated[int | None, typer.Option(show_default=False)]
+RecordFile = Annotated[Path | None, typer.Option(help="Record look-ups there, anonymised.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
+]
+ClientCa = Annotated[Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")]
 Switch = Annotated[bool | None, typer.Option(show_default=False)]
 Encrypt = Annotated[
     bool | None, typer.Option(help="Encrypt pages on disk, a key a tenant.", show_default=False)
@@ -59,12 +64,8 @@ def serve(
     policy: Annotated[str | None, typer.Option(help="csl, lru, arc or gdsf.")] = None,
     objective: Annotated[str | None, typer.Option(help="hits, ttft or compute.")] = None,
     write_policy: Annotated[str | None, typer.Option(help="through, back, selective.")] = None,
-    record_file: Annotated[
-        Path | None, typer.Option(help="Record look-ups there, anonymised.")
-    ] = None,
-    redis_url: Annotated[
-        str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
-    ] = None,
+    record_file: RecordFile = None,
+    redis_url: RedisUrl = None,
     redis_bytes: Size = None,
     redis_ttl_s: Duration = None,
     redis_password_file: Annotated[Path | None, typer.Option(help="0600.")] = None,
@@ -74,9 +75,7 @@ def serve(
     insecure_network: Switch = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")
-    ] = None,
+    tls_client_ca: ClientCa = None,
     tenants_file: Annotated[
         Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
     ] = None,

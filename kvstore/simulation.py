@@ -141,7 +141,7 @@ class Replay:
 
     def now(self, request: int) -> float:
         """Virtual time of a request, above 0."""
-        return self._times[request] + self._offset_s
+        return float(self._times[request] + self._offset_s)
 
     def step(self, request: int) -> int:
         """The next request; how many of its blocks were hit."""
