@@ -149,7 +149,7 @@ class StoreConfig(BaseModel):
     # How new pages lie on disk: raw, or lossless (packed, byte for byte the same when read).
     disk_codec: DiskCodec = "raw"
     # What leaves a tier first; see README, "What stays".
-    policy: Literal["csl", "lru", "arc", "gdsf"] = "csl"
+    policy: Literal["csl", "lru", "arc", "gdsf"] = "lru"
     # What csl and gdsf are to save: hits, time to first token, or prefill work.
     objective: Literal["hits", "ttft", "compute"] = "hits"
     # When pages go to disk: at commit (through), or on leaving memory, all of them (back) or only
