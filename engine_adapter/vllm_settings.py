@@ -31,6 +31,7 @@ class VllmSettings(BaseModel):
     host_bytes: str | int | None = None  # of a server that has to be started
     disk_bytes: str | int | None = None
     server_uid: int | None = Field(default=None, ge=0)
+    private_server: bool | None = None  # as kvstore.client_config has it
 
     @property
     def connect_arguments(self) -> dict[str, Any]:
@@ -40,6 +41,8 @@ class VllmSettings(BaseModel):
         given["lookup_deadline_s"] = LOOKUP_S  # in a thread; the planner waits less
         if self.server_uid is not None:
             given["server_uid"] = self.server_uid
+        if self.private_server is not None:
+            given["private_server"] = self.private_server
         return given
 
 

@@ -38,6 +38,9 @@ class ClientConfig:
     key_file: Path | None = None
     # Talk to a server on a network without TLS.
     insecure_network: bool = False
+    # Start a server for a directory that nobody serves; None = unless `kvstore serve` has served it
+    # before: then that one is waited for.
+    private_server: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("lookup_deadline_s", "stage_deadline_s", "open_wait_s"):

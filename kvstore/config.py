@@ -26,6 +26,7 @@ from pydantic import (
 
 from kvstore.errors import ConfigError
 from kvstore.quantity import SIZE_BYTES_MAX, format_bytes, parse_bytes, parse_duration, shown
+from kvstore.remembered import remembered
 from kvstore.tiers import codec
 from kvstore.tiers.available_memory import available_memory_bytes
 from kvstore.tiers.redis_address import RedisAddress
@@ -191,6 +192,7 @@ class StoreConfig(BaseModel):
             filled["directory"] = default_directory()
         if filled.get("host_bytes") is None:
             filled["host_bytes"] = default_host_bytes()
+        _fill_remembered(filled)
         if filled.get("disk_bytes") is None:
             places = _places(filled.get("directory", filled.get("dir")), filled)
             filled["disk_bytes"] = default_disk_bytes(places) if places else 0
@@ -340,6 +342,18 @@ def _places(directory: object, values: Mapping[str, Any]) -> tuple[Path, ...]:
         return (*_paths([directory]), *_paths(values.get("disk_directories", ())))
     except ConfigError:
         return ()
+
+
+def _fill_remembered(filled: dict[str, Any]) -> None:
+    """A store that exists keeps its size and its segments' places unless they are given."""
+    try:
+        directory = _optional_path(filled.get("directory", filled.get("dir")))
+    except ConfigError:  # said with all other problems
+        return
+    if directory is not None:
+        for name, value in remembered(directory).items():
+            if filled.get(name) is None:
+                filled[name] = value
 
 
 def _file_systems(places: Iterable[Path], blocks: str) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """One door to every kind of store: in this process, in a directory's server, at an address.
 
     connect(None)                          in memory, in this process
-    connect("/var/cache/kv")               the server of that directory; started if there is none
+    connect("/var/cache/kv")               the server of that directory; started if there is none,
+                                           unless an operator's `kvstore serve` has it
     connect("kvstore://unix:/run/kv.sock") a server on this host
     connect("kvstore://cache-host:7070")   a server on another one
 
@@ -52,4 +53,8 @@ def connect(where: str | Path | None = None, **settings: Any) -> StoreLike:
 
     StoreConfig(directory=address.directory, **store)  # refuses what no server would start with
     client.setdefault("open_wait_s", PRIVATE_OPEN_WAIT_S)
-    return RemoteStore(address, ClientConfig(**client), PrivateServer(address.directory, store))
+    config = ClientConfig(**client)
+    if config.private_server is False:
+        return RemoteStore(address, config)
+    starter = PrivateServer(address.directory, store, even_if_served=bool(config.private_server))
+    return RemoteStore(address, config, starter)

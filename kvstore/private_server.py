@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.config import ENVIRONMENT_PREFIX
+from kvstore.remembered import is_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,9 +44,13 @@ class PrivateServer:
         settings: Mapping[str, object],
         *,
         idle_exit_s: float = IDLE_EXIT_S,
+        even_if_served: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`settings`: fields of the store's configuration, for a server that has to be started."""
+        """`settings`: fields of the store's configuration, for a server that has to be started.
+
+        even_if_served: also for a directory that an operator's `kvstore serve` has served.
+        """
         self.directory = directory
         self.log = directory.with_name(directory.name + LOG_SUFFIX)
         self.trouble = ""  # why the last one did not come up
@@ -53,6 +58,7 @@ class PrivateServer:
         self._command += ["--idle-exit-s", f"{idle_exit_s:g}"]
         # Not every setting is a flag; a file would have to stay as long as the server.
         self._environment = {_variable(name): _text(value) for name, value in settings.items()}
+        self._even_if_served = even_if_served
         self._clock = clock
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,6 +86,9 @@ class PrivateServer:
                 else:
                     self.trouble = f"its server ended with {code}: {self._last_words()}"
                     self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+            if not self._even_if_served and is_served(self.directory):
+                self._process, self.trouble = None, _waits_for_operator(self.directory)
+                return
             self._started_s = now
             self._process = self._start()
 
@@ -118,6 +127,14 @@ class PrivateServer:
                 return file.read().decode(errors="replace").strip().rpartition("\n")[2]
         except OSError:
             return ""
+
+
+def _waits_for_operator(directory: Path) -> str:
+    return (
+        f"{directory} is served by an operator's `kvstore serve`, which does not run now: start "
+        f"`kvstore serve {directory}`, or connect with private_server=True to have a server of "
+        "your own started"
+    )
 
 
 def _variable(setting: str) -> str:

@@ -1,11 +1,14 @@
-"""What a directory remembers of how it was opened: its size, its segments' places, its encryption.
+"""What a directory remembers of how it was opened: its size, its segments' places, its encryption,
+whether an operator serves it.
 
 So a store keeps its size until somebody says otherwise, and a tool that only looks inside opens it
-as it is. The file is a convenience: without it the defaults of the machine apply.
+as it is. Without the file the defaults of the machine apply; a damaged one is refused at opening,
+since it may have said that pages are encrypted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +22,19 @@ if TYPE_CHECKING:
 
 FILE_NAME = "settings.json"
 FORMAT_VERSION = 1
+
+_KINDS: dict[str, Any] = {
+    "disk_bytes": int,
+    "disk_directories": list,
+    "secret_mark": str,
+    "encrypt": bool,
+    "keys_dir": str | None,
+    "served": bool,
+}
+_WAY_OUT = (
+    "restore it, or remove it: then give again what it remembered (disk_bytes, disk_directories, "
+    "encrypt and keys_dir), and see that the secret is the store's own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,39 @@ def secret_mark(directory: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
+def is_served(directory: Path) -> bool:
+    """Whether `kvstore serve` has served the directory: then nobody else starts a server for it."""
+    return _note(directory).get("served") is True
+
+
+def note_served(directory: Path) -> bool:
+    """Note that an operator serves the directory; False when the disk refused."""
+    note = {"format": FORMAT_VERSION} | _note(directory)
+    if note.get("served") is True:
+        return True
+    return _write(directory, note | {"served": True})
+
+
+def what_is_damaged(directory: Path) -> str:
+    """Why the note cannot be relied on, as a sentence with the way out; "" when it can, or when
+    there is none."""
+    path = directory / FILE_NAME
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return ""
+    except OSError as exc:
+        return f"{path} cannot be read ({exc.strerror}); {_WAY_OUT}"
+    except (ValueError, RecursionError):
+        return f"{path} is damaged: it is not JSON; {_WAY_OUT}"
+    if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
+        return f"{path} is damaged, or of another version; {_WAY_OUT}"
+    for name, kind in _KINDS.items():
+        if name in found and not isinstance(found[name], kind):
+            return f"{path} is damaged: its {name} makes no sense; {_WAY_OUT}"
+    return ""
+
+
 def mark_of(secret: bytes) -> str:
     """16 hex digits that tell secrets apart and give nothing away of them."""
     return hashlib.blake2b(b"kvstore secret mark", key=secret[:64], digest_size=8).hexdigest()
@@ -72,9 +121,15 @@ def remember(config: StoreConfig, secret: bytes, encryption: Encryption | None =
     if encryption is not None:
         place = encryption.keys_dir
         note |= {"encrypt": encryption.on, "keys_dir": None if place is None else str(place)}
+    if is_served(config.directory):
+        note["served"] = True
     if _note(config.directory) == note:
         return True
-    return replace_file(config.directory / FILE_NAME, json.dumps(note).encode())
+    return _write(config.directory, note)
+
+
+def _write(directory: Path, note: dict[str, Any]) -> bool:
+    return replace_file(directory / FILE_NAME, json.dumps(note).encode())
 
 
 def _note(directory: Path) -> dict[str, Any]:
@@ -101,6 +156,7 @@ def replace_file(path: Path, content: bytes) -> bool:
         finally:
             os.close(folder)
     except OSError:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses this too
+            aside.unlink(missing_ok=True)
         return False
     return True

@@ -32,6 +32,7 @@ from kvstore.extent_server import ExtentServer
 from kvstore.heap import reuse_large_buffers
 from kvstore.identity import PUBLIC_TENANT
 from kvstore.operator_calls import OperatorCalls
+from kvstore.remembered import note_served
 from kvstore.rpc_guard import Guard
 from kvstore.server_security import ServerSecurity
 from kvstore.servicer import Servicer
@@ -166,6 +167,8 @@ class Server:
             raise DirectoryError(f"listen: {config.address}: {exc}") from exc
         self._grpc.start()
         self._set_ready(True)
+        if config.idle_exit_s is None and config.directory is not None:
+            note_served(config.directory)  # else a client would start another one after a kill
         _log.info("serving %s at %s", config.directory, config.address)
         if self._security.warning:
             _log.warning("%s", self._security.warning)

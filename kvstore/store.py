@@ -11,12 +11,10 @@ One store owns its directory; a second one on it is refused. All calls are threa
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore import inspection, removal
@@ -34,7 +32,6 @@ from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.recorder import Recorder
 from kvstore.redis_share import RedisShare
-from kvstore.remembered import remembered
 from kvstore.removal import Selection
 from kvstore.request import (
     checked_chain_id,
@@ -55,6 +52,7 @@ from kvstore.tenant_usage import usage, usages
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping
 
     from kvstore.event_log import PageEvent
@@ -135,8 +133,6 @@ class Store:
         pages); without it, at once, and look-ups are misses until then.
         """
         given = {name: value for name, value in settings.items() if value is not None}
-        if isinstance(directory, str | os.PathLike):
-            given = remembered(Path(directory).expanduser()) | given
         store = cls(StoreConfig(directory=directory, **given), files=files)
         if wait_warm:
             try:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import CapacityError, DirectoryError
 from kvstore.key_folder import AtRest, open_at_rest
-from kvstore.remembered import FILE_NAME, mark_of, secret_mark
+from kvstore.remembered import FILE_NAME, mark_of, secret_mark, what_is_damaged
 from kvstore.tenant import load_or_create_secret, load_secret
 from kvstore.tiers.host_tier import HostTier
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvstore.config import StoreConfig
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.file_layer import FileLayer
@@ -41,6 +43,7 @@ def open_disk(
     except (TierError, OSError) as exc:
         raise DirectoryError(f"{config.directory}: {exc}") from exc
     try:
+        _check_note(config.directory)
         secret = _secret(config)  # only now that the directory is known to be ours
         at_rest = open_at_rest(config, secret)
         if at_rest is not None:
@@ -63,6 +66,12 @@ def open_host(config: StoreConfig, disk: DiskTier | None) -> HostTier:
         )
     except TierError as exc:
         raise CapacityError(str(exc)) from exc
+
+
+def _check_note(directory: Path) -> None:
+    problem = what_is_damaged(directory)
+    if problem:
+        raise DirectoryError(problem)
 
 
 def _secret(config: StoreConfig) -> bytes:

@@ -37,7 +37,10 @@ IDENTITY_NAMES = ("store.json", "store.bak.json")
 BOOT_NUMBER_MAX = (1 << 24) - 1  # sequence = boot number << 40 | counter, in 64 bits
 
 # Names that a directory may hold before it is ours: what a server puts beside the tier's own files.
-OWN_NAMES = ("secret", "keys", "catalog", "reserve", "lost+found", LOCK_NAME, *IDENTITY_NAMES)
+OWN_NAMES = (
+    *("secret", "keys", "settings.json", "catalog", "reserve", "lost+found", LOCK_NAME),
+    *IDENTITY_NAMES,
+)
 OWN_PREFIXES = ("kvstore.", "segment-", "quarantine-", "catalog.", "catalog-")
 
 # statfs magics (linux/magic.h) where flock, O_DIRECT or fsync do not mean what we need.
