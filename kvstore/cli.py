@@ -7,6 +7,7 @@ same whether it opened the directory itself or asked the server that holds it.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -227,6 +228,8 @@ def demo(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point of the command."""
+    # gRPC writes lines of its own to stderr, in a form of its own; what they say we say.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except KVStoreError as exc:

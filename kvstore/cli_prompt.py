@@ -25,21 +25,25 @@ def read(
     text_file: Path | None,
     tokenizer: Path | None,
 ) -> list[int] | None:
-    """The one prompt that was given, as token ids; None when there is none."""
+    """The one prompt that was given, as token ids; None when there is none.
+
+    An empty one is refused: it begins every prompt of a store.
+    """
     given = [item for item in (tokens, tokens_file, text, text_file) if item is not None]
     if not given:
         return None
     if len(given) > 1:
         raise InvalidRequest("give one prompt: --tokens, --tokens-file, --text or --text-file")
     if tokens is not None:
-        return _numbers(tokens, "--tokens")
+        return _not_empty(_numbers(tokens, "--tokens"), "--tokens")
     if tokens_file is not None:
-        return _numbers(_content(tokens_file), str(tokens_file))
+        ids = _numbers(_content(tokens_file), str(tokens_file))
+        return _not_empty(ids, f"--tokens-file {tokens_file}")
     words = text if text is not None else _content(text_file)
     if tokenizer is None:
         raise InvalidRequest("a prompt as text needs --tokenizer PATH (a tokenizer.json)")
-    ids: list[int] = _load_tokenizer(tokenizer).encode(words, add_special_tokens=False).ids
-    return ids
+    ids = _load_tokenizer(tokenizer).encode(words, add_special_tokens=False).ids
+    return _not_empty(ids, "--text" if text is not None else f"--text-file {text_file}")
 
 
 def read_extras(given: str | None) -> dict[int, bytes] | None:
@@ -93,6 +97,12 @@ def _one_namespace(store: OperatorLike, digits: str, tenant: str | None) -> str:
         f"{len(spaces)} namespaces{of_tenant} fit: {', '.join(sorted(spaces)[:5])}; "
         "name one with --namespace"
     )
+
+
+def _not_empty(ids: list[int], where: str) -> list[int]:
+    if not ids:
+        raise InvalidRequest(f"{where} is empty; leave it out to mean any")
+    return ids
 
 
 def _numbers(content: str, where: str) -> list[int]:

@@ -175,10 +175,27 @@ def list_tenants(
     server_token_file: Annotated[
         Path | None, typer.Option(help="A token to ask with; an admin's shows every tenant.")
     ] = None,
+    ca: Annotated[Path | None, typer.Option(help="Certificates of the CA to believe, PEM.")] = None,
+    cert: Annotated[Path | None, typer.Option(help="This client's certificate, PEM.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    insecure_network: Annotated[
+        bool, typer.Option(help="Talk to a network address without TLS.")
+    ] = False,
+    server_uid: Annotated[
+        int | None, typer.Option(help="The user whose server to trust on a Unix socket.")
+    ] = None,
 ) -> None:
     """Show tenants, their quotas, and their tokens by id; a token itself is in no file."""
     book = load_tenants(file)
-    now = _usage_at(server, server_token_file) if server is not None else {}
+    access = ClientConfig(
+        token_file=server_token_file,
+        ca_file=ca,
+        cert_file=cert,
+        key_file=key,
+        insecure_network=insecure_network,
+        server_uid=server_uid,
+    )
+    now = _usage_at(server, access) if server is not None else {}
     tenants: list[dict[str, Any]] = []
     for tenant in book.tenants.values():
         tokens = [asdict(each) | {"expired": each.is_expired(time())} for each in tenant.tokens]
@@ -259,11 +276,11 @@ def _show_usage(now: dict[str, dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def _usage_at(server: str, token_file: Path | None) -> dict[str, dict[str, Any]]:
+def _usage_at(server: str, access: ClientConfig) -> dict[str, dict[str, Any]]:
     """What each tenant has at a running server, by name."""
     from kvstore.client import RemoteStore  # grpc, which no other command of these needs
 
-    with RemoteStore(parse_address(server), ClientConfig(token_file=token_file)) as store:
+    with RemoteStore(parse_address(server), access) as store:
         found = store.stats().to_dict()["tenants"]
     return {each["tenant"]: each for each in found}
 

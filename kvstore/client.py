@@ -56,12 +56,14 @@ class RemoteStore(OperatorClient):
         tenant: str = DEFAULT_TENANT,
         salt: bytes = b"",
         writer: str = "",
+        public: bool = True,
     ) -> RemoteSession:
         """Work with pages of `spec`. `salt` keeps prompts apart within a tenant.
 
         Waits up to ClientConfig.open_wait_s for a server that is about to come up; when none can be
         reached, the session finds it later. The tenant is the credential's: naming another one is
-        refused. writer: a name to remember with each page.
+        refused. writer: a name to remember with each page. public: look-ups also find what the
+        tenant "public" has stored, where the server has one; not with a salt.
         """
         self._require_open()
         if not isinstance(spec, CacheSpec):
@@ -76,7 +78,9 @@ class RemoteStore(OperatorClient):
             )
         if not isinstance(salt, bytes) or len(salt) > SALT_BYTES_MAX:
             raise InvalidRequest(f"salt: at most {SALT_BYTES_MAX} bytes are needed")
-        made = RemoteSession(self._link, spec, salt, writer)
+        if not isinstance(public, bool):
+            raise InvalidRequest(f"public: {public!r:.60} given; True or False is needed")
+        made = RemoteSession(self._link, spec, salt, writer, public=public)
         with self._lock:
             self._sessions.add(made)
         made.wait_open(self.config.open_wait_s, while_it_starts=True)

@@ -18,6 +18,7 @@ from kvstore.breaker import Breaker
 from kvstore.client_channel import HOLD_S_MAX, CallFailed, Failure, ServerChannel
 from kvstore.give_back import GiveBack
 from kvstore.socket_probe import why_unreachable
+from kvstore.tls_trouble import tls_trouble
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -157,7 +158,8 @@ class ServerLink:
             return True
         if exc.failure is Failure.BUSY:
             self._busy["Open"] = _why_busy(exc)
-        self.note(f"not reached: {exc}")
+        trouble = tls_trouble(exc.details, self.address, self.config)
+        self.note(f"not reached: {trouble or exc}")
         return False
 
     def accepted(self, name: str) -> None:

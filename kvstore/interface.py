@@ -162,9 +162,18 @@ class StoreLike(Protocol):
     """Where sessions come from: Store, or a connection to a server."""
 
     def session(
-        self, spec: CacheSpec, *, tenant: str = "default", salt: bytes = b"", writer: str = ""
+        self,
+        spec: CacheSpec,
+        *,
+        tenant: str = "default",
+        salt: bytes = b"",
+        writer: str = "",
+        public: bool = ...,
     ) -> SessionLike:
-        """Work with pages of `spec`. `salt` keeps prompts apart within a tenant."""
+        """Work with pages of `spec`. `salt` keeps prompts apart within a tenant.
+
+        public: look-ups also find the tenant "public"'s pages; by default, over a server only.
+        """
 
     def stats(self) -> Any:
         """Bytes, pages and counters now; has to_dict()."""

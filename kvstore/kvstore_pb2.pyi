@@ -6,18 +6,20 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRequest(_message.Message):
-    __slots__ = ("client_version", "spec_json", "salt", "writer", "shared_memory")
+    __slots__ = ("client_version", "spec_json", "salt", "writer", "shared_memory", "without_public")
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_PUBLIC_FIELD_NUMBER: _ClassVar[int]
     client_version: str
     spec_json: str
     salt: bytes
     writer: str
     shared_memory: bool
-    def __init__(self, client_version: _Optional[str] = ..., spec_json: _Optional[str] = ..., salt: _Optional[bytes] = ..., writer: _Optional[str] = ..., shared_memory: bool = ...) -> None: ...
+    without_public: bool
+    def __init__(self, client_version: _Optional[str] = ..., spec_json: _Optional[str] = ..., salt: _Optional[bytes] = ..., writer: _Optional[str] = ..., shared_memory: bool = ..., without_public: bool = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("session", "boot_epoch", "server_version", "attach_token", "attach_path", "staging_bytes", "page_bytes", "heartbeat_s")

@@ -34,6 +34,7 @@ from kvstore.request import (
     checked_tokens,
 )
 from kvstore.store_stats import Stats, TierStats
+from kvstore.tls_trouble import tls_trouble
 from kvstore.wire import CHAINS_MAX, CONTROL_BYTES_MAX, DEADLINE_S_MAX
 
 if TYPE_CHECKING:
@@ -247,6 +248,9 @@ class OperatorClient:
             return AccessDenied(f"server {self._link.address}: {exc.details}")
         if kind is not None:
             return kind(exc.details or str(exc))
+        trouble = tls_trouble(exc.details, self._link.address, self.config)
+        if trouble:
+            return ServerUnavailable(f"server {self._link.address}: {trouble} ({exc.details})")
         return self._unavailable(str(exc))
 
     def _unavailable(self, reason: str) -> ServerUnavailable:

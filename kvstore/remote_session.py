@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvstore.spec import CacheSpec
 
 OPEN_TIMEOUT_S = 2.0
+OPEN_REASON_S = 0.5
 ATTACH_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
 ANSWER_MARGIN_S = 0.5  # beyond the deadline that the server keeps
@@ -75,8 +76,11 @@ class PromptPart:
 class RemoteSession:
     """Made by RemoteStore.session(). Safe to use from several threads; close it."""
 
-    def __init__(self, link: ServerLink, spec: CacheSpec, salt: bytes, writer: str) -> None:
+    def __init__(
+        self, link: ServerLink, spec: CacheSpec, salt: bytes, writer: str, *, public: bool = True
+    ) -> None:
         self.spec = spec
+        self._public = public
         self.give_back: GiveBack = link.give_back
         self.stage_deadline_s = link.config.stage_deadline_s
         self._link = link
@@ -401,8 +405,9 @@ class RemoteSession:
             salt=self._salt,
             writer=self._writer,
             shared_memory=self._shared_memory,
+            without_public=not self._public,
         )
-        reply = self._link.channel.call("Open", request, OPEN_TIMEOUT_S, wait_for_ready=True)
+        reply = self._ask_to_open(request)
         if reply.page_bytes != self.spec.page_bytes:
             raise CallFailed(
                 Failure.REFUSED,
@@ -416,6 +421,18 @@ class RemoteSession:
             self._say_goodbye(live)
             raise CallFailed(Failure.UNREACHABLE, "without shared memory from here on")
         return live
+
+    def _ask_to_open(self, request: pb.OpenRequest) -> pb.OpenReply:
+        channel, address = self._link.channel, self._link.address
+        try:
+            reply: pb.OpenReply = channel.call("Open", request, OPEN_TIMEOUT_S, wait_for_ready=True)
+            return reply
+        except CallFailed as exc:
+            if exc.failure is not Failure.TIMEOUT or address.socket is not None:
+                raise
+        # Why no connection comes about, gRPC tells a call that does not wait for one.
+        reply = channel.call("Open", request, OPEN_REASON_S)
+        return reply
 
     def _attach(self, reply: pb.OpenReply) -> Attachment | None:
         """The server's memory. Where it can't be had, no later attempt asks for it."""

@@ -59,6 +59,8 @@ class Selection:
         for name in ("tenant", "namespace", "root"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise InvalidRequest(f"evict: {name} is empty; leave it out to mean any")
+        if self.prefix is not None and not len(self.prefix):  # it would begin every prompt
+            raise InvalidRequest("evict: prefix is empty; leave it out to mean any")
         for name in ("unused_for_s", "older_than_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
@@ -68,7 +70,7 @@ class Selection:
         fields = set(self.__dataclass_fields__) - {"everything", "extras"}
         if not self.everything and all(getattr(self, name) is None for name in fields):
             raise InvalidRequest(
-                "evict: name a prefix, tenant, namespace, writer or age, or say everything"
+                "evict: name a prefix, tenant, namespace, writer or age, or say everything (--all)"
             )
 
     def names_a_tenant_only(self) -> bool:

@@ -120,6 +120,7 @@ class Servicer:
             salt=request.salt,
             writer=request.writer,
             shared_memory=request.shared_memory,
+            public=not request.without_public,
         )
         staging = session.staging
         return OpenReply(

@@ -70,12 +70,22 @@ class SessionRegistry:
         return list(self._sessions.values())
 
     def open(
-        self, identity: Identity, spec: CacheSpec, *, salt: bytes, writer: str, shared_memory: bool
+        self,
+        identity: Identity,
+        spec: CacheSpec,
+        *,
+        salt: bytes,
+        writer: str,
+        shared_memory: bool,
+        public: bool = True,
     ) -> ServerSession:
-        """A new session; CapacityError when there are too many, QuotaError for the tenant's."""
+        """A new session; CapacityError when there are too many, QuotaError for the tenant's.
+
+        public: look-ups also find public pages, where the server has a tenant for them.
+        """
         holds = self._begin(identity.tenant)
         try:
-            made = self._make(identity, spec, holds, salt, writer, shared_memory)
+            made = self._make(identity, spec, holds, salt, writer, shared_memory, public)
         except BaseException:
             holds.end_session()
             raise
@@ -104,12 +114,12 @@ class SessionRegistry:
         salt: bytes,
         writer: str,
         shared_memory: bool,
+        public: bool,
     ) -> ServerSession:
         quotas, tenant = self._quotas(), identity.tenant
         host_bytes = self._store.config.host_bytes
-        inner = self._store.session(
-            spec, tenant=tenant, salt=salt, writer=writer, public=PUBLIC_TENANT in quotas
-        )
+        public = public and PUBLIC_TENANT in quotas
+        inner = self._store.session(spec, tenant=tenant, salt=salt, writer=writer, public=public)
         memory = None
         if shared_memory:
             most = quotas[tenant].host_bytes_max if tenant in quotas else None

@@ -11,6 +11,8 @@ import pytest
 from known_pages import SPEC, load, prompt, save
 
 from kvstore import Store
+from kvstore.errors import InvalidRequest
+from kvstore.removal import Selection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +56,21 @@ def test_ls_lists_namespaces_and_chains(folder: str) -> None:
     assert "engine-1" in table
     assert "unit" in table
     assert "1 more chains" in run("ls", folder, "--limit", "1")
+
+
+def test_an_empty_prompt_does_not_mean_the_whole_store(folder: str, tmp_path: Path) -> None:
+    empty, brackets = tmp_path / "empty", tmp_path / "brackets"
+    empty.touch()
+    brackets.write_text("[]")
+    for given in (("--tokens", ""), ("--tokens", " , "), ("--tokens-file", str(empty))):
+        assert "is empty; leave it out to mean any" in run("evict", folder, *given, "-y", code=1)
+    for file in (str(brackets), "/dev/null", "-"):
+        assert "is empty" in run("evict", folder, "--tokens-file", file, "-y", code=1)
+    assert "--tokens is empty" in run("explain", folder, "--tokens", "", code=1)
+    with pytest.raises(InvalidRequest, match="prefix is empty"):
+        Selection(prefix=b"", namespace=SPEC.namespace)
+    assert len(run_json("ls", folder)["chains"]) == 2
+    assert "--all" in run("evict", folder, code=1)
 
 
 def test_inspect_shows_pages_and_spec(folder: str) -> None:

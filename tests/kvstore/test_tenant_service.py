@@ -19,7 +19,7 @@ from tenant_server import TenantServer, evict_request
 from kvstore import kvstore_pb2 as messages
 from kvstore._version import __version__
 from kvstore.client_channel import CallFailed, Failure
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identity import Role
 from kvstore.tenants import Quota, load_tenants
 
@@ -75,6 +75,16 @@ def test_what_a_publisher_stores_every_tenant_reads(
     assert load(reader, prompt(seed, 4)) == 4  # type: ignore[arg-type] # compares the bytes
     with client.session(SPEC, salt=b"apart") as salted, salted.match(prompt(seed, 4)) as miss:
         assert miss.pages == 0, "a salt asks for prompts to be kept apart"
+
+
+def test_a_session_can_do_without_public_pages(service: TenantServer) -> None:
+    seed = stored_by(service.connect("public", Role.PUBLISHER).session(SPEC))
+    client = service.connect("a")
+    for public, pages in ((True, 4), (False, 0)):
+        with client.session(SPEC, public=public) as session:
+            assert load(session, prompt(seed, 4)) == pages  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="public: 'no' given"):
+        client.session(SPEC, public="no")  # type: ignore[arg-type]
 
 
 def test_public_pages_are_staged_from_disk_for_a_reader(service: TenantServer) -> None:
