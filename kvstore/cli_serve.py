@@ -95,6 +95,9 @@ def serve(
     settings = load_config(flags, config, kind=ServerConfig)
     security = ServerSecurity.of(settings)
     if check_config:
+        from kvstore.settings_check import check_settings  # what a start need not load
+
+        check_settings(settings)
         typer.echo(settings.model_dump_json(indent=2))
         return
     log_to_stderr(as_json=settings.log_json)

@@ -140,8 +140,7 @@ def open_at_rest(config: StoreConfig, secret: bytes) -> AtRest | None:
     wanted = config.encrypt
     if wanted is None:
         wanted = known.on if known is not None else folder.exists
-        if config.keys_dir is not None and not wanted and known is None:
-            raise ConfigError("keys_dir: given, but nothing is encrypted here; set encrypt too")
+        check_keys_wanted(config)
     if not wanted and known is None and not folder.exists:
         return None
     try:
@@ -158,6 +157,15 @@ def open_at_rest(config: StoreConfig, secret: bytes) -> AtRest | None:
     except (TierError, OSError) as exc:
         raise DirectoryError(f"{config.directory}: {exc}") from exc
     return AtRest(cipher, folder, Encryption(wanted, place))
+
+
+def check_keys_wanted(config: StoreConfig) -> None:
+    """ConfigError for a folder of keys where nothing is, or is to be, encrypted."""
+    if config.directory is None or config.keys_dir is None or config.encrypt is not None:
+        return
+    known = remembered_encryption(config.directory)
+    if known is None and not (config.keys_dir / MARK_NAME).exists():
+        raise ConfigError("keys_dir: given, but nothing is encrypted here; set encrypt too")
 
 
 def remember_opening(config: StoreConfig, secret: bytes, at_rest: AtRest | None) -> None:

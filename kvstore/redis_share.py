@@ -93,7 +93,7 @@ def _open_tier(config: StoreConfig, key_of: Callable[[str], bytes]) -> RedisTier
             "redis_url: the Redis client is missing; run: pip install 'kvstore-llm[redis]'"
         ) from exc
     address = RedisAddress.parse(config.redis_url)
-    password = _password(config)
+    password = redis_password(config)
     if not password and not address.is_local:
         _log.warning(
             "redis at %s asks for no password: whoever reaches it can read the pages and lose "
@@ -111,7 +111,8 @@ def _open_tier(config: StoreConfig, key_of: Callable[[str], bytes]) -> RedisTier
     )
 
 
-def _password(config: StoreConfig) -> str:
+def redis_password(config: StoreConfig) -> str:
+    """What redis_password_file holds, "" without one; ConfigError."""
     if config.redis_password_file is None:
         return ""
     content = read_private("redis_password_file", config.redis_password_file, PASSWORD_BYTES_MAX)

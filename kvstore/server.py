@@ -108,7 +108,14 @@ class Server:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         reuse_large_buffers()
         self.store = Store.open(wait_warm=False, files=files, **config.store_config().model_dump())
-        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
+        try:
+            config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
+        except OSError as exc:
+            self.store.close()
+            raise DirectoryError(
+                f"{config.directory}: cannot be made ({exc.strerror}); a server needs a writable "
+                "directory, for its sockets at least"
+            ) from exc
         self._staging = StagingPool(config.staging_bytes)
         self._authorizer = authorizer or self._security.authorizer
         self._quotas: Mapping[str, Quota] = {}

@@ -74,6 +74,16 @@ def _check_note(directory: Path) -> None:
         raise DirectoryError(problem)
 
 
+def check_secret(config: StoreConfig) -> None:
+    """Refuse what `open_disk` will of the secret, and make none."""
+    if config.directory is not None and config.disk_bytes:
+        place = config.secret_file or config.directory / "secret"
+        if config.secret_file is not None or secret_mark(config.directory) or place.exists():
+            _secret(config)
+    elif config.secret_file is not None:
+        load_secret(config.secret_file)
+
+
 def _secret(config: StoreConfig) -> bytes:
     """The store secret; DirectoryError when the pages here belong to another one."""
     assert config.directory is not None
