@@ -18,7 +18,7 @@ from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.private_file import read_private, read_public, replace_private
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from cryptography import x509
@@ -123,6 +123,19 @@ class Authority:
         )
         certificate = builder.sign(self._key, hashes.SHA256())
         return _write_pair(self._folder, file_name, certificate, key)
+
+
+def check_request(hosts: Sequence[str], clients: Iterable[tuple[str, Role]], days: int) -> None:
+    """InvalidRequest for certificates that `Authority` would not issue."""
+    _require_library()
+    if not 1 <= len(hosts) <= HOSTS_MAX:
+        raise InvalidRequest(f"--host: {len(hosts)} given; 1 to {HOSTS_MAX} are needed")
+    for host in hosts:
+        _host_name(host)
+    for tenant, role in clients:
+        certificate_name(tenant, role)
+    if not 1 <= days <= DAYS_MAX:
+        raise InvalidRequest(f"--days: {days} given; must be 1 to {DAYS_MAX}")
 
 
 def _require_library() -> None:

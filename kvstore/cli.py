@@ -47,7 +47,10 @@ Sort = Annotated[str, typer.Option(help="size, age, idle or hits.")]
 Namespace = Annotated[
     str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
 ]
-Tenant = Annotated[str, typer.Option(help="Whose pages.")]
+Tenant = Annotated[
+    str | None,
+    typer.Option(help="Whose pages; by default the only tenant's that has any, else default's."),
+]
 Tokens = Annotated[
     str | None, typer.Option("--tokens", help="Token ids of a prompt: 1,2,3", metavar="IDS")
 ]
@@ -91,7 +94,7 @@ def _global(
 def ls(store: Place, json: Json = False, limit: Limit = 50, sort: Sort = "size") -> None:
     """List namespaces and the chains in them."""
     if sort not in SORTS:
-        raise InvalidRequest(f"--sort: {sort!r} given; one of {', '.join(SORTS)}")
+        raise typer.BadParameter(f"{sort!r} given; one of {', '.join(SORTS)}", param_hint="--sort")
     with store.opened() as opened:
         spaces = opened.namespaces()
         chains, total = opened.chains(limit=limit, sort=sort)
@@ -138,7 +141,7 @@ def explain(
     tokenizer: Tokenizer = None,
     extras: Extras = None,
     namespace: Namespace = None,
-    tenant: Tenant = "default",
+    tenant: Tenant = None,
     json: Json = False,
 ) -> None:
     """Say why a prompt hits or misses: its longest match and the first differing token."""
@@ -147,6 +150,7 @@ def explain(
         raise InvalidRequest("give a prompt: --tokens, --tokens-file, --text or --text-file")
     more = prompt.read_extras(extras)
     with store.opened() as opened:
+        tenant = prompt.choose_tenant(opened, tenant)
         space = prompt.choose_namespace(opened, namespace, tenant)
         found = opened.explain(asked, namespace=space, tenant=tenant, extras=more)
     output.show_explanation(found, prompt.decoder(tokenizer), as_json=json)

@@ -40,13 +40,18 @@ def cert(
     Running it again renews them under the same CA. With --client and no --host only clients'
     certificates are made where the server has one. Keep ca.key off the servers.
     """
-    from kvstore.certificates import Authority  # needs an extra that the other commands do not
+    from kvstore.certificates import (  # needs an extra that the other commands do not
+        Authority,
+        check_request,
+    )
 
     wanted = [_tenant_and_role(text) for text in client or []]
+    hosts = host or ["localhost", "127.0.0.1", "::1"]
+    check_request(hosts, wanted, days)  # before a CA is made
     authority = Authority.load_or_create(folder)
     made = []
     if host or not wanted or not (folder / "server.key").exists():
-        made.append(authority.issue_server(host or ["localhost", "127.0.0.1", "::1"], days))
+        made.append(authority.issue_server(hosts, days))
     made += [authority.issue_client(tenant, role, days) for tenant, role in wanted]
     paths = [folder / "ca.pem", *(path for each in made for path in (each.certificate, each.key))]
     if json:

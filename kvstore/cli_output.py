@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvstore.store_stats import Stats
 
 CHAIN_ID_DIGITS = 16
+_REDIS_COUNTERS = ("pages_written", "pages_present", "dropped", "pages_read")
 
 
 def show_listing(
@@ -43,10 +44,12 @@ def show_listing(
             *map(str, (space.host_pages, space.disk_pages)),
         )
     console.print(table)
-    table = _table("chain", "model", *_RIGHT_CHAINS, "writer")
+    several = len({space.tenant for space in spaces}) > 1
+    table = _table("chain", *(("tenant",) if several else ()), "model", *_RIGHT_CHAINS, "writer")
     for chain in chains:
         table.add_row(
             chain.chain_id[:CHAIN_ID_DIGITS],
+            *((chain.tenant,) if several else ()),
             chain.model,
             *map(str, (chain.pages, chain.tokens)),
             format_bytes(chain.payload_bytes),
@@ -76,6 +79,8 @@ def show_stats(found: Stats, *, as_json: bool) -> None:
             tier.state,
         )
     console.print(table)
+    if any(tier.name == "redis" for tier in found.tiers):
+        console.print(_redis_line(found.counters))
     if found.encryption != "off":
         console.print(f"encryption at rest: {found.encryption}")
     console.print(
@@ -91,6 +96,15 @@ def show_stats(found: Stats, *, as_json: bool) -> None:
         )
         if found.service.get("warning"):
             console.print(f"warning: {found.service['warning']}")
+
+
+def _redis_line(counters: dict[str, int]) -> str:
+    number = {name: counters.get(f"redis_{name}", 0) for name in _REDIS_COUNTERS}
+    return (
+        "redis: the row shows this process's handles to pages there, not what Redis holds; since "
+        f"the start {number['pages_written']} pages written, {number['pages_present']} there "
+        f"already, {number['dropped']} not written, {number['pages_read']} read."
+    )
 
 
 def show_flush(done: bool, *, as_json: bool) -> None:

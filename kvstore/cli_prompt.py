@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest
+from kvstore.identity import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +75,14 @@ def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None
     if not namespace:
         raise InvalidRequest("--namespace is empty; leave it out to mean any")
     return bytes.fromhex(_one_namespace(store, namespace, None))
+
+
+def choose_tenant(store: OperatorLike, tenant: str | None) -> str:
+    """The tenant that was named, or the only one that has pages, or "default"."""
+    if tenant is not None:
+        return tenant
+    found = {space.tenant for space in store.namespaces()}
+    return found.pop() if len(found) == 1 else DEFAULT_TENANT
 
 
 def choose_namespace(store: OperatorLike, namespace: str | None, tenant: str) -> bytes:

@@ -6,6 +6,7 @@ A new token goes to stdout, alone, or to a 0600 file; it can't be shown again.
 from __future__ import annotations
 
 import json as json_library
+import os
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -66,6 +67,9 @@ def add(
     role: RoleName = Role.WRITER,
     expires: Expires = None,
     token_file: TokenFile = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a token file that is there.")
+    ] = False,
     config: ConfigFile = None,
     host_bytes_share: Size = None,
     disk_bytes_share: Size = None,
@@ -83,6 +87,11 @@ def add(
     """
     limits = _limits(locals())
     ttl_s = parse_duration(expires) if expires is not None else None
+    if token_file is not None and os.path.lexists(token_file) and not force:
+        raise InvalidRequest(
+            f"--token-file {token_file}: is there already, and may hold a token in use; name "
+            "another file, or say --force"
+        )
 
     def edit(book: TenantBook) -> tuple[TenantBook, str]:
         old = book.tenants[name].quota if name in book.tenants else Quota()

@@ -85,12 +85,13 @@ class RedisTier:
         self._used_bytes = 0
         self._numbers = itertools.count(1)
         self._full_until_s = 0.0
+        self._is_full = False  # by what Redis last said to a write
 
     @property
     def state(self) -> str:
         """ "ok", or what is wrong."""
-        if self.link.ready and self._clock() < self._full_until_s:
-            return "full: Redis takes no more writes for now (OOM); raise its maxmemory"
+        if self.link.ready and self._is_full:
+            return "full: Redis refused the last writes (OOM); raise its maxmemory"
         return self.link.state
 
     @property
@@ -317,6 +318,8 @@ class RedisTier:
         except TierError:
             return [False] * len(pages)
         kept = [ok and self._took(next(answers)) for ok in whole]
+        if all(kept):
+            self._is_full = False
         with self._lock:
             for slot, sealed, ok in zip(slots, made, kept, strict=True):
                 if ok and slot in self._handles:
@@ -334,6 +337,7 @@ class RedisTier:
         self.counters.refused_writes += 1
         if reply.is_full:
             self._full_until_s = self._clock() + FULL_PAUSE_S
+            self._is_full = True
         return False
 
     def _read_batch(
