@@ -95,10 +95,7 @@ def serve(
     settings = load_config(flags, config, kind=ServerConfig)
     security = ServerSecurity.of(settings)
     if check_config:
-        from kvstore.settings_check import check_settings  # what a start need not load
-
-        check_settings(settings)
-        typer.echo(settings.model_dump_json(indent=2))
+        _check_and_print(settings)
         return
     log_to_stderr(as_json=settings.log_json)
     _set_process_limits()
@@ -111,6 +108,13 @@ def serve(
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)  # a thread that hangs in the kernel must not keep the process
+
+
+def _check_and_print(settings: ServerConfig) -> None:
+    from kvstore.settings_check import check_settings  # what a start need not load
+
+    check_settings(settings)
+    typer.echo(settings.model_dump_json(indent=2))
 
 
 def _set_process_limits() -> None:
