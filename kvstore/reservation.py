@@ -243,6 +243,7 @@ class Reservation:
         state.index.set_tier(pages, HOST, np.array(slots, dtype=np.int64))
         state.index.table.created[pages] = int(state.wall_clock())
         state.counters.pages_committed += count
+        state.ghosts.back(run.keys)
         writer = self._session.disk_writer
         through = state.config.write_policy == "through"
         if writer is not None and not (through and writer.enqueue(pages.tolist())):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.ghost_list import Left
 from kvstore.state import DISK, HOST, TIER_NAMES
 from kvstore.tiers.tier import ReadStatus, TierError, aligned
 
@@ -272,7 +273,8 @@ class Stager:
             _log.warning(
                 "disk tier: page %d is %s; dropped with all below it", page, status.name.lower()
             )
-            self._state.drop_subtree(page)
+            why = Left.KEY_GONE if status is ReadStatus.LOCKED else Left.DAMAGE
+            self._state.drop_subtree(page, why)
 
     def _finish(self, entries: list[Entry]) -> None:
         for entry in entries:
