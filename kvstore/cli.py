@@ -8,7 +8,6 @@ same whether it opened the directory itself or asked the server that holds it.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +17,19 @@ from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
 from kvstore.cli_cert import cert
 from kvstore.cli_directory import Place, on_store
+from kvstore.cli_explain import explain
+from kvstore.cli_options import (
+    Extras,
+    Json,
+    Limit,
+    Namespace,
+    Sort,
+    Text,
+    TextFile,
+    Tokenizer,
+    Tokens,
+    TokensFile,
+)
 from kvstore.cli_serve import serve
 from kvstore.cli_simulate import simulate
 from kvstore.cli_tenant import tenant_app
@@ -25,7 +37,6 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.inspection import SORTS
 from kvstore.quantity import parse_duration
 from kvstore.removal import Selection
-from kvstore.wire import CHAINS_MAX
 
 app = typer.Typer(
     name="kvstore",
@@ -65,6 +76,7 @@ TextFile = Annotated[
 Tokenizer = Annotated[
     Path | None, typer.Option("--tokenizer", help="tokenizer.json, or a folder that holds one.")
 ]
+app.command()(on_store(explain))
 
 
 def _print_version(wanted: bool) -> None:
@@ -124,31 +136,6 @@ def inspect(
         ids = ", ".join(each.chain.chain_id for each in found[:5])
         raise InvalidRequest(f"{len(found)} pages' ids begin with {chain}: {ids}; say more")
     output.show_chain(found[0], as_json=json)
-
-
-@app.command()
-@on_store
-def explain(
-    store: Place,
-    tokens: Tokens = None,
-    tokens_file: TokensFile = None,
-    text: Text = None,
-    text_file: TextFile = None,
-    tokenizer: Tokenizer = None,
-    extras: Extras = None,
-    namespace: Namespace = None,
-    tenant: Tenant = "default",
-    json: Json = False,
-) -> None:
-    """Say why a prompt hits or misses: its longest match and the first differing token."""
-    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
-    if asked is None:
-        raise InvalidRequest("give a prompt: --tokens, --tokens-file, --text or --text-file")
-    more = prompt.read_extras(extras)
-    with store.opened() as opened:
-        space = prompt.choose_namespace(opened, namespace, tenant)
-        found = opened.explain(asked, namespace=space, tenant=tenant, extras=more)
-    output.show_explanation(found, prompt.decoder(tokenizer), as_json=json)
 
 
 @app.command()

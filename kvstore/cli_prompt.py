@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvstore.interface import OperatorLike
 
+_WHOLE = re.compile(r"[0-9a-fA-F]{32}")
 PROMPT_CHARS_MAX = 256 * 1024 * 1024  # of a file with token ids or text
 
 
@@ -72,8 +73,15 @@ def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None
     return bytes.fromhex(_one_namespace(store, namespace, None))
 
 
-def choose_namespace(store: OperatorLike, namespace: str | None, tenant: str) -> bytes:
-    """The namespace that was named, or the only one that the tenant has."""
+def choose_namespace(
+    store: OperatorLike, namespace: str | None, tenant: str, *, known_only: bool = True
+) -> bytes:
+    """The namespace that was named, or the only one that the tenant has.
+
+    Without `known_only` a whole name stands for itself, whether it has pages or not.
+    """
+    if not known_only and namespace is not None and _WHOLE.fullmatch(namespace):
+        return bytes.fromhex(namespace)
     return bytes.fromhex(_one_namespace(store, namespace or "", tenant))
 
 
@@ -114,11 +122,16 @@ def _numbers(content: str, where: str) -> list[int]:
 
 def _content(path: Path | None) -> str:
     assert path is not None
+    return read_file(path, PROMPT_CHARS_MAX)
+
+
+def read_file(path: Path, chars_max: int) -> str:
+    """A text file, or stdin for "-"; InvalidRequest when it can't be read or is too long."""
     try:
         with sys.stdin if str(path) == "-" else path.open() as file:
-            content = file.read(PROMPT_CHARS_MAX + 1)
-        if len(content) > PROMPT_CHARS_MAX:
-            raise InvalidRequest(f"{path}: more than {PROMPT_CHARS_MAX} characters")
+            content = file.read(chars_max + 1)
+        if len(content) > chars_max:
+            raise InvalidRequest(f"{path}: more than {chars_max} characters")
         return content
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"{path}: cannot be read: {exc}") from exc

@@ -1,8 +1,8 @@
 """What left the store lately: the keys of pages that are in no tier any more, when, and why.
 
-A set-associative table as in a processor's cache: a key may stand in one of WAYS places of its row
-and takes the place of the oldest there. So it is bounded, remembers about the last GHOSTS_MAX pages,
-and both noting and asking are a few numpy calls for a whole run of pages. Pure: no clock, no I/O.
+A set-associative table as in a processor's cache: a key may stand in one of WAYS places of its
+row and takes the place of the oldest there. So it is bounded, remembers about the last GHOSTS_MAX
+pages, and noting and asking are a few numpy calls for a whole run of pages. Pure: no clock, no I/O.
 Keys come from tenant secrets, so that who can name a key owns it.
 """
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from typing import Any, Self
 
     from kvstore.event_log import PageEvent
-    from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage
+    from kvstore.explanation import Explanation
+    from kvstore.inspection import Chain, FoundChain, NamespaceUsage
     from kvstore.removal import Eviction, Selection
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Commit
@@ -135,6 +136,8 @@ class OperatorLike(Protocol):
         namespace: bytes,
         tenant: str = "default",
         extras: Extras | None = None,
+        spec_json: str | None = None,
+        all_tenants: bool = True,
     ) -> Explanation:
         """Why this prompt hits or misses among a tenant's pages of one namespace."""
 

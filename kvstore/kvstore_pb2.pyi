@@ -318,16 +318,20 @@ class InspectRequest(_message.Message):
     def __init__(self, chain: _Optional[str] = ..., several: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras")
+    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras", "spec_json", "own_tenant_only")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     namespace_prefix: bytes
     tenant: str
     extras: Extras
-    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
+    spec_json: str
+    own_tenant_only: bool
+    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., spec_json: _Optional[str] = ..., own_tenant_only: bool = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -13,6 +13,7 @@ from kvstore.kvstore_pb2 import Document, EvictReply
 from kvstore.removal import Selection
 from kvstore.servicer import extras_of
 from kvstore.store_stats import Stats
+from kvstore.tenant import NAMESPACE_BYTES
 from kvstore.wire import CHAINS_MAX
 
 if TYPE_CHECKING:
@@ -96,10 +97,16 @@ class OperatorCalls:
     def explain(self, request: messages.ExplainRequest, call: Call) -> Document:
         """Why a prompt hits or misses."""
         tenant = request.tenant or call.identity.tenant
-        digits = request.namespace_prefix.hex() or None
-        space = cli_prompt.choose_namespace(self._store, digits, tenant)
+        spec, space = request.spec_json or None, request.namespace_prefix
+        if len(space) != NAMESPACE_BYTES:
+            space = cli_prompt.choose_namespace(self._store, space.hex() or None, tenant)
         found = self._store.explain(
-            request.tokens, namespace=space, tenant=tenant, extras=extras_of(request.extras)
+            request.tokens,
+            namespace=space,
+            tenant=tenant,
+            extras=extras_of(request.extras),
+            spec_json=spec,
+            all_tenants=call.identity.role is Role.ADMIN and not request.own_tenant_only,
         )
         return _document(found.to_dict())
 

@@ -24,7 +24,8 @@ from kvstore.errors import (
     ServerUnavailable,
 )
 from kvstore.event_log import PageEvent
-from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage, PageFacts
+from kvstore.explanation import Explanation
+from kvstore.inspection import Chain, FoundChain, NamespaceUsage, PageFacts
 from kvstore.removal import Eviction, Selection
 from kvstore.request import (
     checked_chain_id,
@@ -103,13 +104,24 @@ class OperatorClient:
         namespace: bytes,
         tenant: str = DEFAULT_TENANT,
         extras: Extras | None = None,
+        spec_json: str | None = None,
+        all_tenants: bool = True,
     ) -> Explanation:
         """Why this prompt hits or misses among a tenant's pages of one namespace."""
         values, more = _prompt(tokens, extras)
         request = pb.ExplainRequest(
-            tokens=values, namespace_prefix=namespace, tenant=tenant, extras=more
+            tokens=values,
+            namespace_prefix=namespace,
+            tenant=tenant,
+            extras=more,
+            spec_json=spec_json or "",
+            own_tenant_only=not all_tenants,
         )
-        return self._record(Explanation, self._document("Explain", request))
+        document = self._document("Explain", request)
+        try:
+            return Explanation.from_dict(document)
+        except (KeyError, ValueError) as exc:
+            raise self._other_version(exc) from exc
 
     def evict(
         self,
@@ -221,9 +233,10 @@ class OperatorClient:
         try:
             return documents.record_of(kind, document)
         except ValueError as exc:
-            raise ServerUnavailable(
-                f"server {self._link.address} is of another version: {exc}"
-            ) from exc
+            raise self._other_version(exc) from exc
+
+    def _other_version(self, exc: Exception) -> ServerUnavailable:
+        return ServerUnavailable(f"server {self._link.address} is of another version: {exc}")
 
     def _question(self, name: str, request: Any, timeout_s: float) -> Any:
         self._require_open()

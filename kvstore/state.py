@@ -298,12 +298,10 @@ class StoreState:
             self.index.unpin(page)
             self.condemned.discard(page)
             self.unwritten.discard(page)
-        table = self.index.table
-        tiers = table.state[pages] & LOCAL_BITS
-        if tiers.any():
-            self.ghosts.note(
-                table.key[pages[tiers != 0]], tiers[tiers != 0], why, self.wall_clock()
-            )
+        tiers = self.index.table.state[pages] & LOCAL_BITS
+        mine = tiers != 0
+        keys = self.index.table.key[pages[mine]]
+        self.ghosts.note(keys, tiers[mine], why, self.wall_clock())
         self.leave_host(pages)
         self.leave_disk(pages, wipe=wipe)
         remote = self.leave_redis(pages)
