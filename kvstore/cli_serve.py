@@ -79,6 +79,9 @@ def serve(
     tenants_file: Annotated[
         Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
     ] = None,
+    metrics_listen: Annotated[
+        str | None, typer.Option(help="Prometheus metrics: unix:/path or 127.0.0.1:9464.")
+    ] = None,
     reflection: Switch = None,
     log_json: Switch = None,
     check_config: Annotated[

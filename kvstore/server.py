@@ -31,6 +31,8 @@ from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
 from kvstore.heap import reuse_large_buffers
 from kvstore.identity import PUBLIC_TENANT
+from kvstore.metrics import StoreMetrics
+from kvstore.metrics_http import MetricsServer
 from kvstore.operator_calls import OperatorCalls
 from kvstore.rpc_guard import Guard
 from kvstore.server_security import ServerSecurity
@@ -138,6 +140,7 @@ class Server:
         self._spare = spare
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._grpc = self._make_grpc(Guard(self._authorizer))
+        self._metrics: MetricsServer | None = None
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
         self._stop_wanted = threading.Event()
@@ -158,6 +161,9 @@ class Server:
                 self.port = self._grpc.add_insecure_port(config.address)
             if path is not None:
                 os.chmod(path, 0o600)
+            if config.metrics_listen:
+                render = StoreMetrics(self.store, self.service_stats).render
+                self._metrics = MetricsServer(config.metrics_listen, render, self._authorizer)
         except (RuntimeError, OSError, KVStoreError) as exc:
             self._extents.close()
             self.store.close()
@@ -165,6 +171,8 @@ class Server:
                 raise
             raise DirectoryError(f"listen: {config.address}: {exc}") from exc
         self._grpc.start()
+        if self._metrics is not None:
+            self._metrics.start()
         self._set_ready(True)
         _log.info("serving %s at %s", config.directory, config.address)
         if self._security.warning:
@@ -203,6 +211,8 @@ class Server:
         deadline = time.monotonic() + max(STOP_S, drain_s + CLOSE_S)
         _log.info("stopping: %d sessions", len(self.registry))
         self._watchdog.stop()
+        if self._metrics is not None:
+            self._metrics.stop()
         self._set_ready(False)
         stopped = self._grpc.stop(drain_s)
         self._servicer.drain()

@@ -228,6 +228,8 @@ class Stager:
             pages = np.array([entries[i].page for i in good], dtype=np.int32)
             state.index.set_tier(pages, HOST, np.array([slots[i] for i in good], dtype=np.int64))
             state.counters.pages_staged += len(good)
+            size = int(state.index.table.payload_bytes[pages].sum())
+            state.meters.move(TIER_NAMES[self._tier], "host", size)
             self._arrived(pages)
         used = set(good)
         bad = [slot for i, slot in enumerate(slots) if i not in used]

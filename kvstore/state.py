@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.errors import ClosedError
 from kvstore.ghost_list import GhostList, Left
+from kvstore.meters import Meters
 from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS, rows_of
 from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
@@ -138,6 +139,7 @@ class StoreState:
     unwritten: set[int] = field(default_factory=set)  # pages that the disk did not take so far
     counters: Counters = field(default_factory=Counters)
     ghosts: GhostList = field(default_factory=GhostList)
+    meters: Meters = field(default_factory=Meters)
     next_sequence: int = 1
     # Told the keys of pages that leave the disk, before their slots can be used again.
     on_left_disk: Callable[[list[bytes]], None] | None = None

@@ -339,6 +339,15 @@ class Store:
             dirty = self._writer.dirty_bytes if self._writer is not None else 0
             return stats_of(state, dirty)
 
+    def breakers(self) -> dict[str, bool]:
+        """By tier: whether it is left alone for a while, after errors in a row."""
+        found = {}
+        if self._stager is not None:
+            found["disk"] = self._stager.open_breaker
+        if self._share is not None:
+            found["redis"] = self._share.stager.open_breaker
+        return found
+
     def check(self) -> None:
         """Walk index and tiers, recount, compare; raises AssertionError or TierError."""
         state = self.state

@@ -8,9 +8,8 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from known_pages import PAGE_TOKENS, SPEC, prompt, save
+from known_pages import PAGE_TOKENS, SPEC, prompt
 from server_process import ServerProcess
 
 from kvstore import Store
@@ -22,6 +21,8 @@ from kvstore.spec import CacheSpec, KvQuantization, LayerGroup, PageLayout, Shar
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy as np
 
 PLAIN = CacheSpec(
     model="org/model",

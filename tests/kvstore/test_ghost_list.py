@@ -64,9 +64,10 @@ def test_a_row_is_a_ring_of_its_last_pages() -> None:
                 row[row.index((key.tobytes(), known(key)))] = None
         else:
             ghosts.note(picked, np.ones(len(picked), np.uint8), Left.ROOM, float(now))
-            for key in picked:
+            for key in picked:  # of two in one row and step the later one stays
                 number = int(key[0]) % 4
                 rows[number][cursors[number] % WAYS] = (key.tobytes(), float(now))
+            for number in {int(key[0]) % 4 for key in picked}:
                 cursors[number] += 1
         ghosts.check()
         found = ghosts.find(pool.tobytes())
