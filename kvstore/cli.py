@@ -30,9 +30,13 @@ from kvstore.cli_options import (
     Tokens,
     TokensFile,
 )
+from kvstore.cli_pin import pin, unpin
 from kvstore.cli_serve import serve
 from kvstore.cli_simulate import simulate
 from kvstore.cli_tenant import tenant_app
+from kvstore.cli_transfer import export, import_file
+from kvstore.cli_tree import tree
+from kvstore.cli_verify import verify
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.inspection import SORTS
 from kvstore.quantity import parse_duration
@@ -77,6 +81,9 @@ Tokenizer = Annotated[
     Path | None, typer.Option("--tokenizer", help="tokenizer.json, or a folder that holds one.")
 ]
 app.command()(on_store(explain))
+for command in (explain, tree, pin, unpin, verify, export):
+    app.command()(on_store(command))
+app.command("import")(on_store(import_file))
 
 
 def _print_version(wanted: bool) -> None:

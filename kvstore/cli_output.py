@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore import documents
 from kvstore.quantity import format_age, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.inspection import Chain, FoundChain, NamespaceUsage
     from kvstore.removal import Eviction
@@ -176,3 +178,29 @@ def table_of(*columns: str) -> Table:
 def print_json(document: dict[str, Any]) -> None:
     """One document, one line, on stdout."""
     console().file.write(documents.to_json(document) + "\n")
+
+
+@contextmanager
+def progress(what: str, unit: str = "pages") -> Iterator[Callable[[float, float], None]]:
+    """A bar on stderr for people who look at one: call it with how much is done, and of how much.
+
+    Nothing where stderr is no terminal.
+    """
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
+        task = bar.add_task(what, total=None, said="")
+
+        def show(done: float, total: float) -> None:
+            if unit == "bytes":
+                said = format_bytes(int(done)) + (
+                    f" of {format_bytes(int(total))}" if total else ""
+                )
+            else:
+                said = f"{done:.0f} of {total:.0f} {unit}"
+            bar.update(task, completed=done, total=total or None, said=said)
+
+        yield show

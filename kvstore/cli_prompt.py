@@ -64,6 +64,14 @@ def decoder(tokenizer: Path | None) -> Callable[[int], str] | None:
     return lambda token: repr(loaded.decode([token], skip_special_tokens=False))
 
 
+def text_decoder(tokenizer: Path | None) -> Callable[[list[int]], str] | None:
+    """Turns token ids into text, when there is a tokenizer."""
+    if tokenizer is None:
+        return None
+    loaded = _load_tokenizer(tokenizer)
+    return lambda tokens: str(loaded.decode(tokens, skip_special_tokens=False))
+
+
 def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None:
     """The one namespace that begins with these hex digits; None for None."""
     if namespace is None:

@@ -387,6 +387,48 @@ class WritePagesHeader(_message.Message):
     deadline_s: float
     def __init__(self, session: _Optional[bytes] = ..., reservation: _Optional[int] = ..., durable: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
+class TreeRequest(_message.Message):
+    __slots__ = ("tenant", "namespace_prefix", "depth", "branches")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    namespace_prefix: bytes
+    depth: int
+    branches: int
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., depth: _Optional[int] = ..., branches: _Optional[int] = ...) -> None: ...
+
+class PinChainRequest(_message.Message):
+    __slots__ = ("chain", "ttl_s")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    ttl_s: float
+    def __init__(self, chain: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("repair",)
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    repair: bool
+    def __init__(self, repair: bool = ...) -> None: ...
+
+class ExportRequest(_message.Message):
+    __slots__ = ("tenant", "namespace_prefix", "chain")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    namespace_prefix: bytes
+    chain: str
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., chain: _Optional[str] = ...) -> None: ...
+
+class ImportHeader(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
 class RawPiece(_message.Message):
     __slots__ = ("piece",)
     PIECE_FIELD_NUMBER: _ClassVar[int]

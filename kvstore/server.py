@@ -71,7 +71,18 @@ TICK_S = 0.25
 # Calls that may wait for the disk, for room, or for their client.
 WAITING = (
     *("Open", "Stage", "Reserve", "ReadPages"),
-    *("Evict", "List", "Inspect", "Explain", "Stats"),
+    *(
+        "Evict",
+        "List",
+        "Inspect",
+        "Explain",
+        "Stats",
+        "Tree",
+        "PinChain",
+        "Verify",
+        "Export",
+        "Import",
+    ),
 )
 # The same, and nobody waits for what they copy: where cores are short, look-ups and loads go first.
 STORING = ("Commit", "Flush", "WritePages")

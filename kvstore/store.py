@@ -31,6 +31,7 @@ from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
 from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
 from kvstore.page_policy import PagePolicy
+from kvstore.operator_tools import OperatorTools
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.recorder import Recorder
@@ -74,7 +75,7 @@ PAGES_EXPECTED_MAX = 4 << 20
 _log = logging.getLogger("kvstore.store")
 
 
-class Store:
+class Store(OperatorTools):
     """An open store. Make one with Store.open(); close it, or use it in a `with` statement."""
 
     def __init__(self, config: StoreConfig, *, files: FileLayer | None = None) -> None:

@@ -64,6 +64,7 @@ class Recovered:
     records_dropped: int = 0
     locked_pages: int = 0  # encrypted, and given up for want of their key
     plain_pages: int = 0
+    catalog_problem: str = ""  # why the catalog had to be rebuilt, if it had
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Recovery:
     progress: Progress | None = None
     cipher: Cipher | None = None
     _locked_headers: int = 0  # seen by a rebuild
+    _catalog_problem: str = ""
 
     def run(self) -> Recovered:
         """Open everything. Raises TierError when the disk does not even allow that."""
@@ -148,7 +150,12 @@ class Recovery:
                 plain,
             )
         locked = scan.locked_pages + self._locked_headers
-        return Recovered(catalog, locked_pages=locked, plain_pages=max(0, plain))
+        return Recovered(
+            catalog,
+            locked_pages=locked,
+            plain_pages=max(0, plain),
+            catalog_problem=self._catalog_problem,
+        )
 
     def _require_keys(self, locked_pages: int) -> None:
         """A missing key gives its pages up; no keys at all are a mistake that costs nothing."""
@@ -171,6 +178,7 @@ class Recovery:
             if not present:  # nothing stored: a first start that was cut off
                 self.files.remove_tree(directory)
                 return Scan()
+            self._catalog_problem = str(error)
             self._quarantine(directory, str(error))
         self._rebuild(directory, present)
         return scan_catalog(directory, self.cipher)

@@ -105,6 +105,7 @@ class DiskTier:
             self._map_bytes,
         )
         self.plain_pages_found = 0  # by `load`, in a store that encrypts
+        self.catalog_problem = ""  # why `load` had to rebuild the catalog, if it had
         self._rows: list[RootRows] = []
         self._has_catalog = False
         self._pid = os.getpid()
@@ -187,6 +188,7 @@ class DiskTier:
             self._state.counters.records_dropped = found.records_dropped
             self._state.counters.key_missing = found.locked_pages
             self.plain_pages_found = found.plain_pages if self.encrypts else 0
+            self.catalog_problem = found.catalog_problem
             if found.catalog is None:
                 reason = f"{self._home.first} is on a read-only file system"
                 self._state.become(TierState.READ_ONLY, reason)
