@@ -1,12 +1,14 @@
 """The command `kvstore`: look inside a store, evict from it, serve it, run the demo.
 
-Every listing has `--json`. Exit codes: 0 done, 1 refused or failed with a sentence on stderr,
-2 wrong usage. Tables go to stdout, sentences about trouble to stderr. What a command says is the
-same whether it opened the directory itself or asked the server that holds it.
+Every listing has `--json`. Exit codes: 0 done; 1 refused or failed, with a sentence on stderr, or
+something was found wrong (verify, doctor); 2 wrong usage; 130 broken off with Ctrl-C. Tables go to
+stdout, sentences about trouble to stderr. What a command says is the same whether it opened the
+directory itself or asked the server that holds it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
 from kvstore.cli_cert import cert
 from kvstore.cli_directory import Place, on_store
+from kvstore.cli_doctor import doctor
 from kvstore.cli_explain import explain
 from kvstore.cli_options import (
     Extras,
@@ -29,11 +32,15 @@ from kvstore.cli_options import (
     Tokenizer,
     Tokens,
     TokensFile,
+    Yes,
 )
 from kvstore.cli_pin import pin, unpin
+from kvstore.cli_quota import quota
 from kvstore.cli_serve import serve
 from kvstore.cli_simulate import simulate
+from kvstore.cli_size import size
 from kvstore.cli_tenant import tenant_app
+from kvstore.cli_top import top
 from kvstore.cli_transfer import export, import_file
 from kvstore.cli_tree import tree
 from kvstore.cli_verify import verify
@@ -44,7 +51,8 @@ from kvstore.removal import Selection
 
 app = typer.Typer(
     name="kvstore",
-    help="Look inside a KV-cache store, evict from it, see it work.",
+    help="Look inside a KV-cache store, evict from it, see it work. Exit codes: 0 done; 1 refused, "
+    "failed, or something is wrong; 2 wrong usage; 130 broken off.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -83,6 +91,10 @@ Tokenizer = Annotated[
 app.command()(on_store(explain))
 for command in (explain, tree, pin, unpin, verify, export):
     app.command()(on_store(command))
+app.command()(doctor)
+app.command()(size)
+for each in (explain, tree, pin, unpin, quota, top, verify, export):
+    app.command()(on_store(each))
 app.command("import")(on_store(import_file))
 
 
@@ -116,6 +128,7 @@ def ls(store: Place, json: Json = False, limit: Limit = 50, sort: Sort = "size")
     output.show_listing(spaces, chains, total, as_json=json)
 
 
+@app.command("status", help="The same as stats.")
 @app.command()
 @on_store
 def stats(store: Place, json: Json = False) -> None:
@@ -166,10 +179,14 @@ def evict(
     erase_key: Annotated[
         bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without it, a dry run.")] = False,
+    yes: Yes = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
-    """Evict chains by prefix, namespace, tenant, writer or age. A dry run unless --yes is given."""
+    """Evict chains by prefix, namespace, tenant, writer or age.
+
+    A dry run when more than one chain would go, unless --yes is given.
+    """
     asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
     more = prompt.read_extras(extras)
     older_than_s = parse_duration(older_than) if older_than is not None else None
@@ -188,9 +205,13 @@ def evict(
             older_than_s=older_than_s,
             everything=everything,
         )
-        done = opened.evict(
-            selection, dry_run=not yes, include_pinned=include_pinned, erase_key=erase_key
+        evict_now = functools.partial(
+            opened.evict, selection, include_pinned=include_pinned, erase_key=erase_key
         )
+        only_say = dry_run or (erase_key and not yes)
+        done = evict_now(dry_run=only_say or not yes)
+        if done.dry_run and not only_say and done.pages > 0 and done.chains <= 1:
+            done = evict_now(dry_run=False)
     output.show_eviction(done, as_json=json)
 
 
@@ -226,6 +247,9 @@ def main() -> None:
     except KVStoreError as exc:
         typer.echo(f"kvstore: {exc}", err=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("", err=True)
+        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)

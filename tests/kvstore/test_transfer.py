@@ -256,10 +256,12 @@ def test_the_commands_carry_chains_from_one_server_to_another(tmp_path: Path) ->
             "finished": "bool",
         }
         assert (done["stored"], done["on_disk"]) == (6, True)
-        with connect(second.address, lookup_deadline_s=5.0) as store:
-            with store.session(SPEC).match(prompt(0, 6)) as hit:
-                assert hit.stage(5.0) == 6
-                assert bytes(hit.views()[5]) == content(prompt(0, 6), 5)
+        with (
+            connect(second.address, lookup_deadline_s=5.0) as store,
+            store.session(SPEC).match(prompt(0, 6)) as hit,
+        ):
+            assert hit.stage(5.0) == 6
+            assert bytes(hit.views()[5]) == content(prompt(0, 6), 5)
         assert second.terminate() == 0
     assert "6 were there already" in run("import", str(tmp_path / "b"), "-", stdin=whole)
     assert run_any_bytes("export", str(tmp_path / "b"), "-")[:14] == b"KVSTORE-EXPORT"
