@@ -37,6 +37,9 @@ Listen = Annotated[
 MetricsListen = Annotated[
     str | None, typer.Option(help="Prometheus metrics: unix:/path or 127.0.0.1:9464.")
 ]
+EventsListen = Annotated[
+    str | None, typer.Option(help="Page events as vLLM sends them: ipc:///path.")
+]
 ClientCa = Annotated[Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")]
 TenantsFile = Annotated[
     Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
@@ -92,6 +95,8 @@ def serve(
     ] = None,
     tenants_file: TenantsFile = None,
     metrics_listen: MetricsListen = None,
+    events_listen: EventsListen = None,
+    events_replay_listen: EventsListen = None,
     reflection: Switch = None,
     log_json: Switch = None,
     check_config: Annotated[

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.identity import Authorizer
+    from kvstore.kv_event_publisher import KvEventPublisher
     from kvstore.server_config import ServerConfig
     from kvstore.server_session import ServerSession
     from kvstore.tenants import Quota
@@ -152,6 +153,7 @@ class Server:
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._grpc = self._make_grpc(Guard(self._authorizer))
         self._metrics: MetricsServer | None = None
+        self._events: KvEventPublisher | None = None
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
         self._stop_wanted = threading.Event()
@@ -175,6 +177,8 @@ class Server:
             if config.metrics_listen:
                 render = StoreMetrics(self.store, self.service_stats).render
                 self._metrics = MetricsServer(config.metrics_listen, render, self._authorizer)
+            if config.events_listen:
+                self._events = _publisher(self.store, config)
         except (RuntimeError, OSError, KVStoreError) as exc:
             self._extents.close()
             self.store.close()
@@ -184,6 +188,8 @@ class Server:
         self._grpc.start()
         if self._metrics is not None:
             self._metrics.start()
+        if self._events is not None:
+            self._events.start()
         self._set_ready(True)
         _log.info("serving %s at %s", config.directory, config.address)
         if self._security.warning:
@@ -234,6 +240,8 @@ class Server:
         done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
         for pool in (*self._pools, self._spare):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._events is not None:
+            self._events.stop()
         if self.config.socket_path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self.config.socket_path)
@@ -323,6 +331,24 @@ class Server:
         if limit is None or len(self.registry):
             return False
         return time.monotonic() - self.registry.last_session_s > limit
+
+
+def _publisher(store: Store, config: ServerConfig) -> KvEventPublisher:
+    """Publishes what the store's event log sees."""
+    try:
+        from kvstore.kv_event_publisher import KvEventPublisher
+    except ImportError as exc:
+        raise ConfigError(
+            f"events_listen: needs {exc.name}: pip install 'kvstore-llm[events]'"
+        ) from exc
+    made = KvEventPublisher(
+        store.state,
+        store.spec_json,
+        listen=config.events_listen,
+        replay_listen=config.events_replay_listen,
+    )
+    store.events.listen(made.record)
+    return made
 
 
 def _give_way() -> None:

@@ -229,14 +229,14 @@ def test_doctor_says_what_it_found_and_what_to_do(folder: str, tmp_path: Path) -
     assert {"memory", "locked memory", "open files", "shared memory", "disk", "owner"} <= names
     assert {"versions", "huge pages", "file system", "direct I/O", "settings"} <= names
     bad = tmp_path / "bad.toml"
-    bad.write_text('host_bytes = "much"\n')
+    bad.write_text('colour = "red"\n')
     said = subprocess.run(
         [sys.executable, "-m", "kvstore.cli", "doctor", folder, "--config", str(bad)],
         capture_output=True,
         text=True,
     )
     assert said.returncode == 1
-    assert "host_bytes" in said.stdout
+    assert "colour" in said.stdout
 
 
 def test_doctor_knows_trouble_when_it_sees_it(tmp_path: Path) -> None:
