@@ -103,6 +103,9 @@ class SessionLike(Protocol):
     ) -> ReservationLike:
         """Room for the pages of this prompt that nobody has stored or is storing."""
 
+    def report_saved(self, prefill_s: float) -> None:
+        """For the metrics: how much prefill the last match saved, as the engine measures it."""
+
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
 

@@ -40,12 +40,14 @@ class OpenReply(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., server_version: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., attach_path: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., heartbeat_s: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("session", "boot_epoch")
+    __slots__ = ("session", "boot_epoch", "prefill_saved_s")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SAVED_S_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     boot_epoch: int
-    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ...) -> None: ...
+    prefill_saved_s: float
+    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., prefill_saved_s: _Optional[float] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("session", "count")

@@ -189,12 +189,20 @@ def test_a_batch_is_what_vllm_decodes() -> None:
         0,
     )
     stored = {
-        "type": "BlockStored", "block_hashes": [b"k" * 16], "parent_block_hash": None,
-        "token_ids": [1, 2], "block_size": 2, "lora_id": None, "medium": "CPU",
-        "lora_name": None, "locality": "LOCAL",
+        "type": "BlockStored",
+        "block_hashes": [b"k" * 16],
+        "parent_block_hash": None,
+        "token_ids": [1, 2],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+        "locality": "LOCAL",
     }
     removed = {
-        "type": "BlockRemoved", "block_hashes": [b"k" * 16], "medium": "STORAGE",
+        "type": "BlockRemoved",
+        "block_hashes": [b"k" * 16],
+        "medium": "STORAGE",
         "locality": "LOCAL",
     }
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))

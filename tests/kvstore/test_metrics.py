@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -333,3 +334,23 @@ def test_the_registry_of_the_process_is_left_alone() -> None:
     with Store.open(None, host_bytes="4MiB") as store:
         StoreMetrics(store).render()
     assert len(list(REGISTRY.collect())) == len(before)
+
+
+@pytest.mark.slow
+def test_what_a_client_says_it_saved_reaches_the_server_with_its_heartbeat(tmp_path: Path) -> None:
+    from kvstore.connect import connect
+
+    config = ServerConfig(directory=tmp_path / "s", host_bytes="16MiB", disk_bytes="64MiB")
+    server = Server(config)
+    server.start()
+    with connect(f"kvstore://{config.address}", lookup_deadline_s=5.0) as store:
+        session = store.session(SPEC, writer="engine-1")
+        session.match(prompt(0, 1))
+        session.report_saved(2.5)
+        row = server.store.state.meters.of("default", "engine-1")
+        pause, tries = threading.Event(), 0
+        while not row.prefill_saved_s and tries < 400:  # a heartbeat is a second away
+            tries += 1
+            pause.wait(0.025)
+    assert row.prefill_saved_s == 2.5
+    server.stop()
