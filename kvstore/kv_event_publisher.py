@@ -24,7 +24,6 @@ import numpy as np
 import zmq
 
 from kvstore.errors import DirectoryError
-from kvstore.inspection import tree_pages
 from kvstore.state import DISK, HOST, NO_PAGE, REDIS
 
 if TYPE_CHECKING:
@@ -219,11 +218,18 @@ class KvEventPublisher:
         """What was there at the start, from disk: nobody has told of it."""
         state = self._state
         with state.lock:
-            roots = list(state.trees)
-        for root in roots:
+            tops = [
+                (top, int(state.index.table.sequence[top]))
+                for root in state.trees
+                for top in state.root_pages(root)
+            ]
+        for top, sequence in tops:
             with state.lock:
-                pages = tree_pages(state, root)
-                sequences = state.index.table.sequence[pages]
+                table = state.index.table
+                if not table.is_live(top) or int(table.sequence[top]) != sequence:
+                    continue
+                pages = state.index.subtree(top)
+                sequences = table.sequence[pages]
             for start in range(0, len(pages), ANNOUNCED_PAGES):
                 part = slice(start, start + ANNOUNCED_PAGES)
                 with state.lock:

@@ -215,40 +215,36 @@ class Verifier:
     def _read(self, batch: _Batch) -> _Batch:
         """Read what is still there; runs in a thread of its own."""
         state, tier = self._state, batch.tier
-        with state.lock:
-            state.require_open()
-            held = self._hold(batch)
-            records = [state.record(page) for page in held]
-            places = [int(state.index.table.slot[tier][page]) for page in held]
+        held: list[int] = []
+        records: list[PageRecord] = []
+        places: list[int] = []
+        sequences, batch.sequences = batch.sequences, []
+        pages, batch.pages = batch.pages, held
         try:
+            for part in state.pieces(len(pages)):
+                with state.lock:
+                    state.require_open()
+                    for page, sequence in zip(pages[part], sequences[part], strict=True):
+                        if self._is_there(page, sequence, tier):
+                            state.index.lease(page)
+                            held.append(page)
+                            batch.sequences.append(sequence)
+                            records.append(state.record(page))
+                            places.append(int(state.index.table.slot[tier][page]))
             if tier == DISK:
                 batch.statuses = self._read_disk(places, records)
             else:
                 batch.statuses = self._read_host(places, records)
         finally:
-            with state.lock:
-                if not state.closed:
-                    for page in held:
-                        state.index.unlease(page)
-                    state.retry_condemned()
-                    state.changed.notify_all()
+            for part in state.pieces(len(held)):
+                with state.lock:
+                    if not state.closed:
+                        for page in held[part]:
+                            state.index.unlease(page)
+                        state.retry_condemned()
+                        state.changed.notify_all()
         batch.payload_bytes = sum(record.payload_bytes for record in records)
         return batch
-
-    def _hold(self, batch: _Batch) -> list[int]:
-        """Lease the batch's pages that are still the same and still there."""
-        table = self._state.index.table
-        there = [
-            position
-            for position, page in enumerate(batch.pages)
-            if self._is_there(page, batch.sequences[position], batch.tier)
-        ]
-        batch.pages = [batch.pages[position] for position in there]
-        batch.sequences = [batch.sequences[position] for position in there]
-        assert table is self._state.index.table
-        for page in batch.pages:
-            self._state.index.lease(page)
-        return batch.pages
 
     def _is_there(self, page: int, sequence: int, tier: int) -> bool:
         table = self._state.index.table
