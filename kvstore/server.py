@@ -40,6 +40,7 @@ from kvstore.servicer import Servicer
 from kvstore.session_registry import SessionRegistry
 from kvstore.staging_pool import StagingPool
 from kvstore.store import Store
+from kvstore.tracing import tracer
 from kvstore.watchdog import Pulse, Tick, Watchdog, lock_is_free, thread_is_alive
 from kvstore.watches import Watches
 from kvstore.wire import (
@@ -151,7 +152,7 @@ class Server:
         self._pools = (self._quick, self._waiting, self._storing, self._streams)
         self._spare = spare
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._grpc = self._make_grpc(Guard(self._authorizer))
+        self._grpc = self._make_grpc(Guard(self._authorizer, tracer()))
         self._metrics: MetricsServer | None = None
         self._events: KvEventPublisher | None = None
         self._tick = Tick()

@@ -48,7 +48,7 @@ ROOMS = {
         "grpc grpc_health grpc_reflection google cryptography matplotlib",
         "grpc grpc_health grpc_reflection google cryptography prometheus_client",
         "grpc grpc_health grpc_reflection google cryptography prometheus_client "
-        "zmq msgspec",
+        "zmq msgspec opentelemetry",
     ),
     "prefix_index": room("", "numpy xxhash typing_extensions"),
     "tiers": room("", "numpy lmdb redis xxhash zstandard torch typing_extensions cryptography"),
