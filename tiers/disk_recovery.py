@@ -108,8 +108,16 @@ class Recovery:
             present = {}
         scan = self._scan_or_rebuild(directory, present)
         self._require_keys(scan.locked_pages)
-        catalog = Catalog(directory, self.map_bytes, self.files, self.cipher)
-        catalog.put_meta(self.home.identity.store_uuid)
+        try:
+            catalog = self._opened_catalog(directory, scan)
+        except CatalogError as error:
+            if error.full or not present:
+                raise
+            self._catalog_problem = str(error)
+            self._quarantine(directory, str(error))
+            self._rebuild(directory, present)
+            scan = scan_catalog(directory, self.cipher)
+            catalog = self._opened_catalog(directory, scan)
         recovered = self._recovered(catalog, scan)
         try:
             self._open_segments(scan.segments, present, catalog)
@@ -122,6 +130,20 @@ class Recovery:
             catalog.close()
             raise
         return recovered
+
+    def _opened_catalog(self, directory: Path, scan: Scan) -> Catalog:
+        """The catalog without the records that the scan found bad.
+
+        A damaged tree can be read to its end and yet break when it is written: CatalogError.
+        """
+        catalog = Catalog(directory, self.map_bytes, self.files, self.cipher)
+        try:
+            catalog.put_meta(self.home.identity.store_uuid)
+            catalog.remove_keys(scan.bad_keys)
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog
 
     def _run_read_only(self, directory: Path) -> Recovered:
         """Take what is sound and change nothing."""
