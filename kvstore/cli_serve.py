@@ -30,7 +30,6 @@ RecordFile = Annotated[Path | None, typer.Option(help="Record look-ups there, an
 RedisUrl = Annotated[
     str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
 ]
-ClientCa = Annotated[Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")]
 Listen = Annotated[
     str | None, typer.Option(help="unix:/path or host:port; by default unix:DIR/kvstore.sock.")
 ]
@@ -87,12 +86,6 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
     tls_client_ca: ClientCa = None,
-    tenants_file: Annotated[
-        Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
-    ] = None,
-    metrics_listen: Annotated[
-        str | None, typer.Option(help="Prometheus metrics: unix:/path or 127.0.0.1:9464.")
-    ] = None,
     tenants_file: TenantsFile = None,
     metrics_listen: MetricsListen = None,
     events_listen: EventsListen = None,

@@ -30,8 +30,8 @@ from kvstore.housekeeper import Housekeeper
 from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
 from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
-from kvstore.page_policy import PagePolicy
 from kvstore.operator_tools import OperatorTools
+from kvstore.page_policy import PagePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.recorder import Recorder

@@ -45,10 +45,8 @@ ROOMS = {
     "kvstore": room(
         "prefix_index tiers",
         "numpy pydantic pydantic_core typer rich tokenizers typing_extensions "
-        "grpc grpc_health grpc_reflection google cryptography matplotlib",
-        "grpc grpc_health grpc_reflection google cryptography prometheus_client",
         "grpc grpc_health grpc_reflection google cryptography prometheus_client "
-        "zmq msgspec opentelemetry",
+        "zmq msgspec opentelemetry matplotlib",
     ),
     "prefix_index": room("", "numpy xxhash typing_extensions"),
     "tiers": room("", "numpy lmdb redis xxhash zstandard torch typing_extensions cryptography"),
