@@ -1,15 +1,16 @@
 """The command `kvstore`: look inside a store, evict from it, serve it, run the demo.
 
-Every listing has `--json`. Exit codes: 0 done, 1 refused or failed with a sentence on stderr,
-2 wrong usage. Tables go to stdout, sentences about trouble to stderr. What a command says is the
-same whether it opened the directory itself or asked the server that holds it.
+Every listing has `--json`. Exit codes: 0 done; 1 refused or failed, with a sentence on stderr, or
+something was found wrong (verify, doctor); 2 wrong usage; 130 broken off with Ctrl-C. Tables go to
+stdout, sentences about trouble to stderr. What a command says is the same whether it opened the
+directory itself or asked the server that holds it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,18 +20,40 @@ from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
 from kvstore.cli_cert import cert
 from kvstore.cli_directory import Place, on_store
+from kvstore.cli_doctor import doctor
+from kvstore.cli_explain import explain
+from kvstore.cli_options import (
+    Extras,
+    Json,
+    Limit,
+    Namespace,
+    Sort,
+    Text,
+    TextFile,
+    Tokenizer,
+    Tokens,
+    TokensFile,
+    Yes,
+)
+from kvstore.cli_pin import pin, unpin
+from kvstore.cli_quota import quota
 from kvstore.cli_serve import serve
 from kvstore.cli_simulate import simulate
+from kvstore.cli_size import size
 from kvstore.cli_tenant import tenant_app
+from kvstore.cli_top import top
+from kvstore.cli_transfer import export, import_file
+from kvstore.cli_tree import tree
+from kvstore.cli_verify import verify
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.inspection import SORTS
 from kvstore.quantity import parse_duration
 from kvstore.removal import Selection
-from kvstore.wire import CHAINS_MAX
 
 app = typer.Typer(
     name="kvstore",
-    help="Look inside a KV-cache store, evict from it, see it work.",
+    help="Look inside a KV-cache store, evict from it, see it work. Exit codes: 0 done; 1 refused, "
+    "failed, or something is wrong; 2 wrong usage; 130 broken off.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -40,35 +63,11 @@ app.command()(serve)
 app.add_typer(tenant_app)
 app.command()(cert)
 app.command()(simulate)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Limit = Annotated[int, typer.Option(min=1, max=CHAINS_MAX, help="How many rows at most.")]
-Sort = Annotated[str, typer.Option(help="size, age, idle or hits.")]
-Namespace = Annotated[
-    str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
-]
-Tenant = Annotated[
-    str | None,
-    typer.Option(help="Whose pages; by default the only tenant's that has any, else default's."),
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens", help="Token ids of a prompt: 1,2,3", metavar="IDS")
-]
-TokensFile = Annotated[
-    Path | None,
-    typer.Option("--tokens-file", help="A file with token ids: JSON list, or numbers; - is stdin."),
-]
-Extras = Annotated[
-    str | None,
-    typer.Option("--extras", help='Extras of the prompt: {"PAGE": "HEX"}.', metavar="JSON"),
-]
-Text = Annotated[str | None, typer.Option("--text", help="A prompt as text; needs --tokenizer.")]
-TextFile = Annotated[
-    Path | None, typer.Option("--text-file", help="A file with a prompt; needs --tokenizer.")
-]
-Tokenizer = Annotated[
-    Path | None, typer.Option("--tokenizer", help="tokenizer.json, or a folder that holds one.")
-]
+app.command()(doctor)
+app.command()(size)
+for each in (explain, tree, pin, unpin, quota, top, verify, export):
+    app.command()(on_store(each))
+app.command("import")(on_store(import_file))
 
 
 def _print_version(wanted: bool) -> None:
@@ -101,6 +100,7 @@ def ls(store: Place, json: Json = False, limit: Limit = 50, sort: Sort = "size")
     output.show_listing(spaces, chains, total, as_json=json)
 
 
+@app.command("status", help="The same as stats.")
 @app.command()
 @on_store
 def stats(store: Place, json: Json = False) -> None:
@@ -132,32 +132,6 @@ def inspect(
 
 @app.command()
 @on_store
-def explain(
-    store: Place,
-    tokens: Tokens = None,
-    tokens_file: TokensFile = None,
-    text: Text = None,
-    text_file: TextFile = None,
-    tokenizer: Tokenizer = None,
-    extras: Extras = None,
-    namespace: Namespace = None,
-    tenant: Tenant = None,
-    json: Json = False,
-) -> None:
-    """Say why a prompt hits or misses: its longest match and the first differing token."""
-    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
-    if asked is None:
-        raise InvalidRequest("give a prompt: --tokens, --tokens-file, --text or --text-file")
-    more = prompt.read_extras(extras)
-    with store.opened() as opened:
-        tenant = prompt.choose_tenant(opened, tenant)
-        space = prompt.choose_namespace(opened, namespace, tenant)
-        found = opened.explain(asked, namespace=space, tenant=tenant, extras=more)
-    output.show_explanation(found, prompt.decoder(tokenizer), as_json=json)
-
-
-@app.command()
-@on_store
 def evict(
     store: Place,
     namespace: Namespace = None,
@@ -177,10 +151,14 @@ def evict(
     erase_key: Annotated[
         bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it; without it, a dry run.")] = False,
+    yes: Yes = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
-    """Evict chains by prefix, namespace, tenant, writer or age. A dry run unless --yes is given."""
+    """Evict chains by prefix, namespace, tenant, writer or age.
+
+    A dry run when more than one chain would go, unless --yes is given.
+    """
     asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
     more = prompt.read_extras(extras)
     older_than_s = parse_duration(older_than) if older_than is not None else None
@@ -199,9 +177,13 @@ def evict(
             older_than_s=older_than_s,
             everything=everything,
         )
-        done = opened.evict(
-            selection, dry_run=not yes, include_pinned=include_pinned, erase_key=erase_key
+        evict_now = functools.partial(
+            opened.evict, selection, include_pinned=include_pinned, erase_key=erase_key
         )
+        only_say = dry_run or (erase_key and not yes)
+        done = evict_now(dry_run=only_say or not yes)
+        if done.dry_run and not only_say and done.pages > 0 and done.chains <= 1:
+            done = evict_now(dry_run=False)
     output.show_eviction(done, as_json=json)
 
 
@@ -239,6 +221,9 @@ def main() -> None:
     except KVStoreError as exc:
         typer.echo(f"kvstore: {exc}", err=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("", err=True)
+        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)

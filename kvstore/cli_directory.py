@@ -53,8 +53,11 @@ class Place:
     config: ClientConfig
 
     @contextmanager
-    def opened(self) -> Iterator[OperatorLike]:
-        """The store. Raises DirectoryError when there is none or it can't be asked."""
+    def opened(self, *, host_bytes: int = HOST_BYTES) -> Iterator[OperatorLike]:
+        """The store; with `host_bytes` of memory if it is opened here.
+
+        Raises DirectoryError when there is none or it can't be asked.
+        """
         address = parse_address(self.where)
         directory = address.directory
         if directory is None:
@@ -74,7 +77,7 @@ class Place:
                 f"{directory}: in use by {holder}, and no server answers there ({reason}); stop it,"
                 f" or name the address that it listens at: {SCHEME}HOST:PORT"
             )
-        with Store.open(directory, host_bytes=HOST_BYTES) as store:
+        with Store.open(directory, host_bytes=host_bytes) as store:
             yield store
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvstore.interface import OperatorLike
 
+_WHOLE = re.compile(r"[0-9a-fA-F]{32}")
 PROMPT_CHARS_MAX = 256 * 1024 * 1024  # of a file with token ids or text
 
 
@@ -68,6 +69,14 @@ def decoder(tokenizer: Path | None) -> Callable[[int], str] | None:
     return lambda token: repr(loaded.decode([token], skip_special_tokens=False))
 
 
+def text_decoder(tokenizer: Path | None) -> Callable[[list[int]], str] | None:
+    """Turns token ids into text, when there is a tokenizer."""
+    if tokenizer is None:
+        return None
+    loaded = _load_tokenizer(tokenizer)
+    return lambda tokens: str(loaded.decode(tokens, skip_special_tokens=False))
+
+
 def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None:
     """The one namespace that begins with these hex digits; None for None."""
     if namespace is None:
@@ -85,8 +94,15 @@ def choose_tenant(store: OperatorLike, tenant: str | None) -> str:
     return found.pop() if len(found) == 1 else DEFAULT_TENANT
 
 
-def choose_namespace(store: OperatorLike, namespace: str | None, tenant: str) -> bytes:
-    """The namespace that was named, or the only one that the tenant has."""
+def choose_namespace(
+    store: OperatorLike, namespace: str | None, tenant: str, *, known_only: bool = True
+) -> bytes:
+    """The namespace that was named, or the only one that the tenant has.
+
+    Without `known_only` a whole name stands for itself, whether it has pages or not.
+    """
+    if not known_only and namespace is not None and _WHOLE.fullmatch(namespace):
+        return bytes.fromhex(namespace)
     return bytes.fromhex(_one_namespace(store, namespace or "", tenant))
 
 
@@ -133,11 +149,16 @@ def _numbers(content: str, where: str) -> list[int]:
 
 def _content(path: Path | None) -> str:
     assert path is not None
+    return read_file(path, PROMPT_CHARS_MAX)
+
+
+def read_file(path: Path, chars_max: int) -> str:
+    """A text file, or stdin for "-"; InvalidRequest when it can't be read or is too long."""
     try:
         with sys.stdin if str(path) == "-" else path.open() as file:
-            content = file.read(PROMPT_CHARS_MAX + 1)
-        if len(content) > PROMPT_CHARS_MAX:
-            raise InvalidRequest(f"{path}: more than {PROMPT_CHARS_MAX} characters")
+            content = file.read(chars_max + 1)
+        if len(content) > chars_max:
+            raise InvalidRequest(f"{path}: more than {chars_max} characters")
         return content
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"{path}: cannot be read: {exc}") from exc

@@ -30,7 +30,19 @@ RecordFile = Annotated[Path | None, typer.Option(help="Record look-ups there, an
 RedisUrl = Annotated[
     str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
 ]
+Listen = Annotated[
+    str | None, typer.Option(help="unix:/path or host:port; by default unix:DIR/kvstore.sock.")
+]
+MetricsListen = Annotated[
+    str | None, typer.Option(help="Prometheus metrics: unix:/path or 127.0.0.1:9464.")
+]
+EventsListen = Annotated[
+    str | None, typer.Option(help="Page events as vLLM sends them: ipc:///path.")
+]
 ClientCa = Annotated[Path | None, typer.Option(help="Clients need a certificate of this CA, PEM.")]
+TenantsFile = Annotated[
+    Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
+]
 Switch = Annotated[bool | None, typer.Option(show_default=False)]
 Encrypt = Annotated[
     bool | None, typer.Option(help="Encrypt pages on disk, a key a tenant.", show_default=False)
@@ -45,9 +57,7 @@ def serve(
         Path | None, typer.Argument(help="The store's directory.", metavar="DIR")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="unix:/path or host:port; by default unix:DIR/kvstore.sock.")
-    ] = None,
+    listen: Listen = None,
     host_bytes: Size = None,
     disk_bytes: Size = None,
     staging_bytes: Size = None,
@@ -76,9 +86,10 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
     tls_client_ca: ClientCa = None,
-    tenants_file: Annotated[
-        Path | None, typer.Option(help="Tenants and their tokens; see `kvstore tenant`.")
-    ] = None,
+    tenants_file: TenantsFile = None,
+    metrics_listen: MetricsListen = None,
+    events_listen: EventsListen = None,
+    events_replay_listen: EventsListen = None,
     reflection: Switch = None,
     log_json: Switch = None,
     check_config: Annotated[

@@ -17,13 +17,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.cli_output import age
 from kvstore.client_config import ClientConfig
 from kvstore.config import load_config
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identity import Role
 from kvstore.private_file import replace_private
-from kvstore.quantity import format_bytes, parse_bytes, parse_duration
+from kvstore.quantity import format_age, format_bytes, parse_bytes, parse_duration
 from kvstore.server_address import parse_address
 from kvstore.server_config import ServerConfig
 from kvstore.shares import Tenancy
@@ -311,13 +310,13 @@ def _check_shares(book: TenantBook, config: Path | None) -> None:
 
 
 def _ago(seconds: float) -> str:
-    return f"{age(max(0.0, seconds))} ago"
+    return f"{format_age(max(0.0, seconds))} ago"
 
 
 def _end(token: dict[str, Any], wall_now: float) -> str:
     if token["expires"] is None:
         return "never"
-    return "expired" if token["expired"] else f"in {age(token['expires'] - wall_now)}"
+    return "expired" if token["expired"] else f"in {format_age(token['expires'] - wall_now)}"
 
 
 def _parsed(parse: Callable[[str], int], name: str, text: str | None) -> dict[str, int | None]:

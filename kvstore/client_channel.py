@@ -110,6 +110,12 @@ class ServerChannel:
             for name, reply in replies.items()
         }
         self._read_pages: Any = self._channel.unary_stream(f"/{SERVICE}/ReadPages")
+        self._raw: dict[str, Any] = {
+            "Export": self._channel.unary_stream(f"/{SERVICE}/Export"),
+            "Import": self._channel.stream_stream(
+                f"/{SERVICE}/Import", response_deserializer=kvstore_pb2.Document.FromString
+            ),
+        }
         self._write_pages: Any = self._channel.stream_unary(f"/{SERVICE}/WritePages")
 
     def call(
@@ -147,6 +153,22 @@ class ServerChannel:
             return self._stub.Watch(request, metadata=self._metadata)
         except ValueError as exc:
             raise _failed(exc) from exc
+
+    def stream(self, name: str, request: Any) -> Iterator[Any]:
+        """The replies of a call that lasts as long as it takes; CallFailed when it breaks.
+
+        It ends when the iterator is closed. `request`: raw bytes, an iterator of them, or a
+        message, as the call wants.
+        """
+        method = self._raw.get(name) or getattr(self._stub, name)
+        try:
+            replies = method(request, metadata=self._metadata)
+        except ValueError as exc:
+            raise _failed(exc) from exc
+        try:
+            yield from self.replies(replies)
+        finally:
+            replies.cancel()
 
     @property
     def credential(self) -> tuple[tuple[str, str], ...]:

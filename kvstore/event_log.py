@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.state import TIER_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -69,13 +69,23 @@ class EventLog:
         self._first = int(state.wall_clock() * 1000) << MS_BITS
         self._all = _Journal(self._first)
         self._by_tenant: dict[str, _Journal] = {}
+        self._listeners: list[Callable[[NDArray[np.int32], int, bool], None]] = []
 
     def begin(self, tenant: str | None) -> int:
         """Record from now on; the number of the last event so far. None: of all tenants."""
         with self._state.lock:
-            self._state.index.observer = self._record
+            if self._record not in self._listeners:
+                self._listeners.append(self._record)
+            self._state.index.observer = self._tell
         with self._changed:
             return self._journal(tenant).last
+
+    def listen(self, listener: Callable[[NDArray[np.int32], int, bool], None]) -> None:
+        """Tell this one too, from now on, under the store's lock: pages, tier, whether stored."""
+        with self._state.lock:
+            self._listeners.append(listener)
+            if self._state.index.observer is None:
+                self._state.index.observer = self._tell
 
     def after(
         self, sequence: int, tenant: str | None, wait_s: float
@@ -105,6 +115,10 @@ class EventLog:
         if tenant is None:
             return self._all
         return self._by_tenant.setdefault(tenant, _Journal(self._first))
+
+    def _tell(self, pages: NDArray[np.int32], tier: int, is_stored: bool) -> None:
+        for listener in self._listeners:
+            listener(pages, tier, is_stored)
 
     def _record(self, pages: NDArray[np.int32], tier: int, is_stored: bool) -> None:
         """Called by the index, under the store's lock, with pages that are still in its table."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.ghost_list import Left
 from kvstore.prefix_index.page_table import HELD
 from kvstore.quantity import format_bytes
 from kvstore.shares import Claims
@@ -78,6 +79,7 @@ class Evictor:
         self._demote = demote
         self._plans: dict[tuple[int, tuple[bytes, ...]], Plan] = {}  # by tier and roots
         self._hints = 0  # given when those were made
+        self._why = Left.ROOM  # that pages leave in the call under way
 
     def take_host(self, tenant: str, payload_bytes: int, count: int) -> list[int]:
         """Slots of the arena that are free now, as many as the tenant's quota allows."""
@@ -114,6 +116,7 @@ class Evictor:
         self._state.drop_idle_remote(0.0)  # a page stays as long as another is known below it
         slot_bytes = aligned(payload_bytes)
         at_most = self._is_at_host_max(tenant, slot_bytes)
+        self._why = Left.QUOTA if at_most else Left.ROOM
         if not at_most and not host.wait_populated(0.0):
             return 0
         claims = self._host_claims()
@@ -146,6 +149,7 @@ class Evictor:
         room = max(0, (most - self._state.disk_use.get(tenant, 0)) // slot_bytes)
         if room >= count:
             return count, 0
+        self._why = Left.QUOTA
         mine, wanted = self._roots(tenant), min(count - room, PIECE_PAGES)
         left = self._count_disk(self._evict_coldest(DISK, mine, wanted, exactly=True))
         room = max(0, (most - self._state.disk_use.get(tenant, 0)) // slot_bytes)
@@ -165,6 +169,7 @@ class Evictor:
         """Take up to `count` pages of that size off the disk; how many pages left it."""
         self._state.drop_idle_remote(0.0)
         claims, kind = self._disk_claims(), payload_class(payload_bytes)
+        self._why = Left.ROOM
         within = min(count, -claims.over(tenant) // slot_bytes)
         donors = claims.donors(tenant, slot_bytes)
         evicted = self._take_pages(donors, claims, kind, slot_bytes, within)
@@ -185,7 +190,7 @@ class Evictor:
         disk = self._state.disk
         if disk is None:
             return 0
-        claims = self._disk_claims()
+        claims, self._why = self._disk_claims(), Left.ROOM
         givers = claims.donors(tenant, slot_bytes) or claims.richer(tenant)
 
         def may_go(pages: NDArray[np.int32]) -> bool:
@@ -372,7 +377,7 @@ class Evictor:
             state.leave_host(stays)
         else:
             state.leave_disk(stays)
-        state.remove_pages(goes)
+        state.remove_pages(goes, self._why)
         state.changed.notify_all()
 
     def _empty_one(

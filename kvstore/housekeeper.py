@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import removal
+from kvstore.ghost_list import Left
 from kvstore.redis_share import IDLE_S
 from kvstore.removal import Selection
 from kvstore.state import DISK, HOST, LOCAL_BITS, NO_PAGE, REDIS
@@ -50,7 +51,8 @@ class Housekeeper:
             state.drop_idle_remote(IDLE_S)
         max_age_s = state.config.max_age_s
         if max_age_s is not None and state.warm:
-            removal.evict(state, self._writer, Selection(older_than_s=max_age_s), dry_run=False)
+            old = Selection(older_than_s=max_age_s)
+            removal.evict(state, self._writer, old, dry_run=False, why=Left.AGE)
         if number % ACCOUNTS_EVERY_TICKS == 0 and state.warm:
             self.check_accounting()
             self.recover_slots()

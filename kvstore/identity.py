@@ -53,6 +53,11 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "List": _OPERATING,
     "Inspect": _OPERATING,
     "Explain": _OPERATING,
+    "Tree": _OPERATING,
+    "PinChain": _OPERATING,
+    "Verify": _OPERATING,
+    "Export": _OPERATING,
+    "Import": _OPERATING,
     "Watch": _READING,
     "Stats": _WATCHING,
 }

@@ -1,4 +1,4 @@
-"""Looking inside: namespaces, chains, why a prompt hits or misses. Changes nothing.
+"""Looking inside: namespaces, chains and their pages. Changes nothing.
 
 What walks over a whole store does so in pieces, so that no look-up waits for it.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.prefix_index.page_key import PAGE_KEY_BYTES, TOKEN_BYTES
-from kvstore.state import DISK, HOST, NO_PAGE, TIER_NAMES
+from kvstore.state import DISK, HOST, TIER_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,26 +96,6 @@ class FoundChain:
     chain: Chain
     pages: tuple[PageFacts, ...]
     spec: dict[str, Any] | None  # None: this store has not met it since it has the pages
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a prompt hits or misses."""
-
-    prompt_tokens: int
-    prompt_pages: int
-    matched_pages: int
-    matched_tokens: int
-    host_pages: int
-    disk_pages: int
-    verdict: str
-    differs_at: int | None  # token position of the first difference with the closest chain
-    prompt_token: int | None
-    stored_token: int | None
-    other_namespaces: tuple[str, ...]  # where this prompt has a longer chain
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -285,94 +265,6 @@ def found_chains(
     return found
 
 
-def explain(
-    state: StoreState, root: bytes, tokens: bytes, extras: dict[int, bytes] | None = None
-) -> Explanation:
-    """Longest stored chain of a prompt in one tree, and where the closest chain differs."""
-    with state.lock:
-        state.require_open()
-        page_tokens = state.trees[root].page_tokens
-        found = state.index.match(root, tokens, extras)
-        in_host = int(np.count_nonzero(state.in_tier(found, HOST)))
-        on_disk = int(np.count_nonzero(~state.in_tier(found, HOST) & state.in_tier(found, DISK)))
-        position, stored = _first_difference(state, root, tokens, found)
-        tenant = state.trees[root].tenant
-        elsewhere = {
-            other: info
-            for other, info in state.trees.items()
-            if other != root and info.tenant == tenant
-        }
-    others = _longer_elsewhere(state, elsewhere, tokens, extras, len(found) * page_tokens)
-    count = len(tokens) // TOKEN_BYTES
-    return Explanation(
-        prompt_tokens=count,
-        prompt_pages=count // page_tokens,
-        matched_pages=len(found),
-        matched_tokens=len(found) * page_tokens,
-        host_pages=in_host,
-        disk_pages=on_disk,
-        verdict=_verdict(count, page_tokens, len(found), position),
-        differs_at=position,
-        prompt_token=_token(tokens, position) if position is not None else None,
-        stored_token=stored,
-        other_namespaces=tuple(others),
-    )
-
-
-def _verdict(count: int, page_tokens: int, matched: int, position: int | None) -> str:
-    whole = count // page_tokens
-    if whole == 0:
-        return f"miss: a prompt of {count} tokens is shorter than a page of {page_tokens}"
-    if matched == whole:
-        return f"hit: all {whole} whole pages are stored"
-    hit = f"hit on {matched} of {whole} pages" if matched else "miss"
-    if position is None:
-        return f"{hit}: nothing is stored beyond token {matched * page_tokens}"
-    return f"{hit}: the closest stored chain differs at token {position}"
-
-
-def _token(tokens: bytes, position: int) -> int:
-    return int.from_bytes(tokens[TOKEN_BYTES * position :][:TOKEN_BYTES], "little")
-
-
-def _first_difference(
-    state: StoreState, root: bytes, tokens: bytes, found: NDArray[np.int32]
-) -> tuple[int | None, int | None]:
-    """Where the stored page that agrees longest with what follows the match differs from it."""
-    page_bytes = TOKEN_BYTES * state.trees[root].page_tokens
-    rest = tokens[len(found) * page_bytes :][:page_bytes]
-    last = int(found[-1]) if len(found) else NO_PAGE
-    below = state.index.children(last) if last != NO_PAGE else state.root_pages(root)
-    best, stored = -1, None
-    wanted = np.frombuffer(rest, dtype="<i4")
-    for child in below:
-        there = np.frombuffer(state.index.tokens_of(int(child)), dtype="<i4")[: len(wanted)]
-        equal = there == wanted
-        agrees = len(equal) if equal.all() else int(np.argmin(equal))
-        if agrees > best and agrees < len(wanted):
-            best, stored = agrees, int(there[agrees])
-    if best < 0:
-        return None, None
-    return len(found) * page_bytes // TOKEN_BYTES + best, stored
-
-
-def _longer_elsewhere(
-    state: StoreState,
-    trees: Mapping[bytes, TreeInfo],
-    tokens: bytes,
-    extras: dict[int, bytes] | None,
-    here: int,
-) -> list[str]:
-    """Namespaces of these trees in which this prompt has a longer chain."""
-    longer = set()
-    for root, info in trees.items():
-        with state.lock:
-            found = len(state.index.match(root, tokens, extras))
-        if found * info.page_tokens > here:
-            longer.add(info.namespace.hex())
-    return sorted(longer)
-
-
 def _let_go(state: StoreState, page: int) -> None:
     with state.lock:
         if not state.closed:
@@ -420,7 +312,7 @@ def _facts(state: StoreState, page: int) -> PageFacts:
         hits=int(table.hits[page]),
         created_s=int(table.created[page]),
         writer=state.writers[int(table.writer[page])],
-        first_token=_token(tokens, 0),
+        first_token=int.from_bytes(tokens[:TOKEN_BYTES], "little"),
         leased=state.is_leased(page),
         pinned=state.is_pinned(page),
         extras_bytes=len(state.index.extras_of(page)),

@@ -9,16 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, Self
 
     from kvstore.event_log import PageEvent
-    from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage
+    from kvstore.explanation import Explanation
+    from kvstore.importer import Imported
+    from kvstore.inspection import Chain, FoundChain, NamespaceUsage
     from kvstore.removal import Eviction, Selection
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Commit
     from kvstore.spec import CacheSpec
     from kvstore.store_stats import Stats
+    from kvstore.tree_view import TreeView
+    from kvstore.verification import Verification
 
 
 class MatchLike(Protocol):
@@ -99,6 +103,9 @@ class SessionLike(Protocol):
     ) -> ReservationLike:
         """Room for the pages of this prompt that nobody has stored or is storing."""
 
+    def report_saved(self, prefill_s: float) -> None:
+        """For the metrics: how much prefill the last match saved, as the engine measures it."""
+
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
 
@@ -135,6 +142,8 @@ class OperatorLike(Protocol):
         namespace: bytes,
         tenant: str = "default",
         extras: Extras | None = None,
+        spec_json: str | None = None,
+        all_tenants: bool = True,
     ) -> Explanation:
         """Why this prompt hits or misses among a tenant's pages of one namespace."""
 
@@ -147,6 +156,36 @@ class OperatorLike(Protocol):
         erase_key: bool = False,
     ) -> Eviction:
         """Remove pages by prefix, tenant, namespace, writer or age, with all below them."""
+
+    def tree(
+        self,
+        *,
+        tenant: str | None = None,
+        namespace: bytes | None = None,
+        depth: int | None = None,
+        branches: int = 200,
+    ) -> list[TreeView]:
+        """The radix trees, folded: down to `depth` forks, at most `branches` runs of pages."""
+
+    def pin_chain(self, chain_id: str, ttl_s: float) -> int:
+        """Keep a chain for so long, 0: no longer; how many pages it has."""
+
+    def verify(self, *, repair: bool = False) -> Iterator[Verification]:
+        """Check structure and every page's bytes; progress, the last with `finished`."""
+
+    def export(
+        self,
+        *,
+        tenant: str | None = None,
+        namespace: bytes | None = None,
+        chain: str | None = None,
+    ) -> Iterator[bytes]:
+        """The chains of a tenant and namespace, or one chain, as a file."""
+
+    def import_pages(
+        self, read: Callable[[int], bytes], *, tenant: str | None = None
+    ) -> Iterator[Imported]:
+        """Take in what export() wrote; progress, the last with `finished`."""
 
     def stats(self) -> Stats:
         """Bytes, pages and counters now."""

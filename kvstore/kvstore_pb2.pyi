@@ -42,12 +42,14 @@ class OpenReply(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., server_version: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., attach_path: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., heartbeat_s: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("session", "boot_epoch")
+    __slots__ = ("session", "boot_epoch", "prefill_saved_s")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SAVED_S_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     boot_epoch: int
-    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ...) -> None: ...
+    prefill_saved_s: float
+    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., prefill_saved_s: _Optional[float] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("session", "count")
@@ -320,16 +322,20 @@ class InspectRequest(_message.Message):
     def __init__(self, chain: _Optional[str] = ..., several: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras")
+    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras", "spec_json", "own_tenant_only")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     namespace_prefix: bytes
     tenant: str
     extras: Extras
-    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ...) -> None: ...
+    spec_json: str
+    own_tenant_only: bool
+    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., spec_json: _Optional[str] = ..., own_tenant_only: bool = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -384,6 +390,48 @@ class WritePagesHeader(_message.Message):
     durable: bool
     deadline_s: float
     def __init__(self, session: _Optional[bytes] = ..., reservation: _Optional[int] = ..., durable: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class TreeRequest(_message.Message):
+    __slots__ = ("tenant", "namespace_prefix", "depth", "branches")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    namespace_prefix: bytes
+    depth: int
+    branches: int
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., depth: _Optional[int] = ..., branches: _Optional[int] = ...) -> None: ...
+
+class PinChainRequest(_message.Message):
+    __slots__ = ("chain", "ttl_s")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    ttl_s: float
+    def __init__(self, chain: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("repair",)
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    repair: bool
+    def __init__(self, repair: bool = ...) -> None: ...
+
+class ExportRequest(_message.Message):
+    __slots__ = ("tenant", "namespace_prefix", "chain")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    namespace_prefix: bytes
+    chain: str
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., chain: _Optional[str] = ...) -> None: ...
+
+class ImportHeader(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class RawPiece(_message.Message):
     __slots__ = ("piece",)

@@ -129,6 +129,21 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_kvstore__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_kvstore__pb2.Event.FromString,
                 _registered_method=True)
+        self.Tree = channel.unary_unary(
+                '/kvstore.v1.KVStore/Tree',
+                request_serializer=kvstore_dot_kvstore__pb2.TreeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.Document.FromString,
+                _registered_method=True)
+        self.PinChain = channel.unary_unary(
+                '/kvstore.v1.KVStore/PinChain',
+                request_serializer=kvstore_dot_kvstore__pb2.PinChainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/kvstore.v1.KVStore/Verify',
+                request_serializer=kvstore_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.Document.FromString,
+                _registered_method=True)
         self.ReadPages = channel.unary_stream(
                 '/kvstore.v1.KVStore/ReadPages',
                 request_serializer=kvstore_dot_kvstore__pb2.ReadPagesHeader.SerializeToString,
@@ -138,6 +153,16 @@ class KVStoreStub(object):
                 '/kvstore.v1.KVStore/WritePages',
                 request_serializer=kvstore_dot_kvstore__pb2.RawPiece.SerializeToString,
                 response_deserializer=kvstore_dot_kvstore__pb2.CommitReply.FromString,
+                _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/kvstore.v1.KVStore/Export',
+                request_serializer=kvstore_dot_kvstore__pb2.ExportRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.RawPiece.FromString,
+                _registered_method=True)
+        self.Import = channel.stream_stream(
+                '/kvstore.v1.KVStore/Import',
+                request_serializer=kvstore_dot_kvstore__pb2.RawPiece.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.Document.FromString,
                 _registered_method=True)
 
 
@@ -261,6 +286,24 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tree(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinChain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadPages(self, request, context):
         """Raw bytes both ways, registered with identity serializers: the first message of a call is an
         encoded ReadPagesHeader or WritePagesHeader, every other one is a piece of page payloads in order.
@@ -271,6 +314,19 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WritePages(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Export(self, request, context):
+        """Raw bytes too: the file that `kvstore export` writes. Import begins with an encoded ImportHeader.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Import(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -374,6 +430,21 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_kvstore__pb2.WatchRequest.FromString,
                     response_serializer=kvstore_dot_kvstore__pb2.Event.SerializeToString,
             ),
+            'Tree': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tree,
+                    request_deserializer=kvstore_dot_kvstore__pb2.TreeRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.Document.SerializeToString,
+            ),
+            'PinChain': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinChain,
+                    request_deserializer=kvstore_dot_kvstore__pb2.PinChainRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.PinReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvstore_dot_kvstore__pb2.VerifyRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.Document.SerializeToString,
+            ),
             'ReadPages': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadPages,
                     request_deserializer=kvstore_dot_kvstore__pb2.ReadPagesHeader.FromString,
@@ -383,6 +454,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.WritePages,
                     request_deserializer=kvstore_dot_kvstore__pb2.RawPiece.FromString,
                     response_serializer=kvstore_dot_kvstore__pb2.CommitReply.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=kvstore_dot_kvstore__pb2.ExportRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.RawPiece.SerializeToString,
+            ),
+            'Import': grpc.stream_stream_rpc_method_handler(
+                    servicer.Import,
+                    request_deserializer=kvstore_dot_kvstore__pb2.RawPiece.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.Document.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -909,6 +990,87 @@ class KVStore(object):
             _registered_method=True)
 
     @staticmethod
+    def Tree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Tree',
+            kvstore_dot_kvstore__pb2.TreeRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.Document.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinChain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/PinChain',
+            kvstore_dot_kvstore__pb2.PinChainRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Verify',
+            kvstore_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.Document.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ReadPages(request,
             target,
             options=(),
@@ -952,6 +1114,60 @@ class KVStore(object):
             '/kvstore.v1.KVStore/WritePages',
             kvstore_dot_kvstore__pb2.RawPiece.SerializeToString,
             kvstore_dot_kvstore__pb2.CommitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Export',
+            kvstore_dot_kvstore__pb2.ExportRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.RawPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Import(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvstore.v1.KVStore/Import',
+            kvstore_dot_kvstore__pb2.RawPiece.SerializeToString,
+            kvstore_dot_kvstore__pb2.Document.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ are valid until release().
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ class Match:
         self._state = session.state
         self._page_ids = page_ids
         self._leased = int(page_ids[-1]) if len(page_ids) else -1
+        self._ready_s = perf_counter()  # since when its pages can be read
 
     @property
     def pages(self) -> int:
@@ -88,8 +90,12 @@ class Match:
             wanted = self._page_ids[:pages]
             missing = wanted[~state.in_tier(wanted, HOST)]
             remote = state.in_tier(missing, REDIS)
+        started_s = perf_counter()
         self._fetch(missing[~remote].tolist(), missing[remote].tolist(), deadline)
         with state.lock:
+            if len(missing):
+                self._ready_s = perf_counter()
+                state.meters.stage.observe(self._ready_s - started_s)
             return self._count_host()
 
     def views(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
@@ -139,6 +145,7 @@ class Match:
                 return
             leased, self._leased = self._leased, -1
             self._page_ids = self._page_ids[:0]
+            state.meters.load.observe(perf_counter() - self._ready_s)
             if not state.closed:
                 state.index.unlease(leased)
                 state.retry_condemned()

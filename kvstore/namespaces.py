@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.errors import SpecError
+from kvstore.errors import InvalidRequest, SpecError
 from kvstore.remembered import replace_file
 from kvstore.spec import CacheSpec
 
@@ -47,6 +47,17 @@ class SpecFolder:
     def texts(self) -> Mapping[bytes, str]:
         """Canonical JSON of every spec by namespace."""
         return self._texts
+
+    def texts_with(self, namespace: bytes, spec_json: str | None) -> Mapping[bytes, str]:
+        """The same with one more spec, if it is given; InvalidRequest if it is another's."""
+        if spec_json is None:
+            return self._texts
+        spec = CacheSpec.from_json(spec_json)
+        if spec.namespace != namespace:
+            raise InvalidRequest(
+                f"the spec is that of namespace {spec.namespace.hex()}, not {namespace.hex()}"
+            )
+        return {**self._texts, namespace: spec.to_json()}
 
     def models(self) -> dict[bytes, str]:
         """The model's name of every namespace."""

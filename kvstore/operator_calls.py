@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import cli_prompt, documents
 from kvstore.errors import InvalidRequest
+from kvstore.export_file import PieceReader
 from kvstore.identity import DEFAULT_TENANT, Role
 from kvstore.inspection import SORTS
-from kvstore.kvstore_pb2 import Document, EvictReply
+from kvstore.kvstore_pb2 import Document, EvictReply, ImportHeader, PinReply
 from kvstore.removal import Selection
 from kvstore.servicer import extras_of
 from kvstore.store_stats import Stats
-from kvstore.wire import CHAINS_MAX
+from kvstore.tenant import NAMESPACE_BYTES
+from kvstore.wire import CHAINS_MAX, PIECE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvstore import kvstore_pb2 as messages
     from kvstore.rpc_guard import Call
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.tenant_usage import TenantUsage
 
 CHAINS_DEFAULT = 50
+BRANCHES_DEFAULT = 200
 
 
 class OperatorCalls:
@@ -48,6 +51,11 @@ class OperatorCalls:
             "Inspect": self.inspect,
             "Explain": self.explain,
             "Stats": self.stats,
+            "Tree": self.tree,
+            "PinChain": self.pin_chain,
+            "Verify": self.verify,
+            "Export": self.export,
+            "Import": self.import_pages,
         }
 
     def evict(self, request: messages.EvictRequest, call: Call) -> EvictReply:
@@ -96,12 +104,59 @@ class OperatorCalls:
     def explain(self, request: messages.ExplainRequest, call: Call) -> Document:
         """Why a prompt hits or misses."""
         tenant = request.tenant or call.identity.tenant
-        digits = request.namespace_prefix.hex() or None
-        space = cli_prompt.choose_namespace(self._store, digits, tenant)
+        spec, space = request.spec_json or None, request.namespace_prefix
+        if len(space) != NAMESPACE_BYTES:
+            space = cli_prompt.choose_namespace(self._store, space.hex() or None, tenant)
         found = self._store.explain(
-            request.tokens, namespace=space, tenant=tenant, extras=extras_of(request.extras)
+            request.tokens,
+            namespace=space,
+            tenant=tenant,
+            extras=extras_of(request.extras),
+            spec_json=spec,
+            all_tenants=call.identity.role is Role.ADMIN and not request.own_tenant_only,
         )
         return _document(found.to_dict())
+
+    def tree(self, request: messages.TreeRequest, call: Call) -> Document:
+        """The radix trees, folded."""
+        views = self._store.tree(
+            tenant=request.tenant or None,
+            namespace=request.namespace_prefix or None,
+            depth=request.depth or None,
+            branches=request.branches or BRANCHES_DEFAULT,
+        )
+        return _document({"trees": [each.to_dict() for each in views]})
+
+    def pin_chain(self, request: messages.PinChainRequest, call: Call) -> PinReply:
+        """Keep a chain, or keep it no longer."""
+        return PinReply(pages=self._store.pin_chain(request.chain, request.ttl_s))
+
+    def verify(self, request: messages.VerifyRequest, call: Call) -> Iterator[Document]:
+        """Check everything; ends early when nobody listens any more."""
+        for found in self._store.verify(repair=request.repair):
+            call.confirm()
+            yield _document(found.to_dict())
+
+    def export(self, request: messages.ExportRequest, call: Call) -> Iterator[bytes]:
+        """The file of an export, in pieces."""
+        for frame in self._store.export(
+            tenant=request.tenant or None,
+            namespace=request.namespace_prefix or None,
+            chain=request.chain or None,
+        ):
+            call.confirm()
+            for start in range(0, len(frame), PIECE_BYTES):
+                yield frame[start : start + PIECE_BYTES]
+
+    def import_pages(self, pieces: Iterator[bytes], call: Call) -> Iterator[Document]:
+        """Read such a file in."""
+        header = next(pieces, None)
+        if header is None:
+            raise InvalidRequest("Import: a header is missing")
+        tenant = ImportHeader.FromString(header).tenant or None
+        for found in self._store.import_pages(PieceReader(pieces), tenant=tenant):
+            call.confirm()
+            yield _document(found.to_dict())
 
     def stats(self, request: messages.StatsRequest, call: Call) -> Document:
         """What is in the store, what happened since the start, and who is connected.

@@ -24,7 +24,9 @@ from kvstore.errors import (
     ServerUnavailable,
 )
 from kvstore.event_log import PageEvent
-from kvstore.inspection import Chain, Explanation, FoundChain, NamespaceUsage, PageFacts
+from kvstore.explanation import Explanation
+from kvstore.importer import Imported
+from kvstore.inspection import Chain, FoundChain, NamespaceUsage, PageFacts
 from kvstore.removal import Eviction, Selection
 from kvstore.request import (
     checked_chain_id,
@@ -35,10 +37,12 @@ from kvstore.request import (
 )
 from kvstore.store_stats import Stats, TierStats
 from kvstore.tls_trouble import tls_trouble
-from kvstore.wire import CHAINS_MAX, CONTROL_BYTES_MAX, DEADLINE_S_MAX
+from kvstore.tree_view import Branch, TreeView
+from kvstore.verification import Problem, Verification
+from kvstore.wire import CHAINS_MAX, CONTROL_BYTES_MAX, DEADLINE_S_MAX, PIECE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvstore.client_config import ClientConfig
     from kvstore.private_server import PrivateServer
@@ -104,13 +108,24 @@ class OperatorClient:
         namespace: bytes,
         tenant: str = DEFAULT_TENANT,
         extras: Extras | None = None,
+        spec_json: str | None = None,
+        all_tenants: bool = True,
     ) -> Explanation:
         """Why this prompt hits or misses among a tenant's pages of one namespace."""
         values, more = _prompt(tokens, extras)
         request = pb.ExplainRequest(
-            tokens=values, namespace_prefix=namespace, tenant=tenant, extras=more
+            tokens=values,
+            namespace_prefix=namespace,
+            tenant=tenant,
+            extras=more,
+            spec_json=spec_json or "",
+            own_tenant_only=not all_tenants,
         )
-        return self._record(Explanation, self._document("Explain", request))
+        document = self._document("Explain", request)
+        try:
+            return Explanation.from_dict(document)
+        except (KeyError, ValueError) as exc:
+            raise self._other_version(exc) from exc
 
     def evict(
         self,
@@ -150,6 +165,65 @@ class OperatorClient:
             dry_run=reply.dry_run,
             redis_pages=reply.redis_pages,
         )
+
+    def tree(
+        self,
+        *,
+        tenant: str | None = None,
+        namespace: bytes | None = None,
+        depth: int | None = None,
+        branches: int = 200,
+    ) -> list[TreeView]:
+        """The radix trees, folded: down to `depth` forks, at most `branches` runs of pages."""
+        request = pb.TreeRequest(
+            tenant=tenant or "", namespace_prefix=namespace or b"", depth=depth, branches=branches
+        )
+        found = self._document("Tree", request)
+        return [
+            self._record(TreeView, each | {"branches": self._records(Branch, each, "branches")})
+            for each in found["trees"]
+        ]
+
+    def pin_chain(self, chain_id: str, ttl_s: float) -> int:
+        """Keep a chain for so long, 0: no longer; how many pages it has."""
+        request = pb.PinChainRequest(
+            chain=checked_chain_id(chain_id), ttl_s=checked_deadline(ttl_s)
+        )
+        return int(self._question("PinChain", request, QUESTION_S).pages)
+
+    def verify(self, *, repair: bool = False) -> Iterator[Verification]:
+        """Check structure and every page's bytes; progress, the last with `finished`."""
+        for each in self._stream("Verify", pb.VerifyRequest(repair=repair)):
+            found = json.loads(each.json)
+            found.pop("healthy", None)
+            problems = self._records(Problem, found, "problems")
+            yield self._record(Verification, found | {"problems": problems})
+
+    def export(
+        self,
+        *,
+        tenant: str | None = None,
+        namespace: bytes | None = None,
+        chain: str | None = None,
+    ) -> Iterator[bytes]:
+        """The chains of a tenant and namespace, or one chain, as a file."""
+        request = pb.ExportRequest(
+            tenant=tenant or "", namespace_prefix=namespace or b"", chain=chain or ""
+        )
+        yield from self._stream("Export", request.SerializeToString())
+
+    def import_pages(
+        self, read: Callable[[int], bytes], *, tenant: str | None = None
+    ) -> Iterator[Imported]:
+        """Take in what export() wrote; progress, the last with `finished`."""
+
+        def pieces() -> Iterator[bytes]:
+            yield pb.ImportHeader(tenant=tenant or "").SerializeToString()
+            while piece := read(PIECE_BYTES):
+                yield piece
+
+        for each in self._stream("Import", pieces()):
+            yield self._record(Imported, json.loads(each.json))
 
     def stats(self) -> Stats:
         """Bytes, pages and counters of the server now."""
@@ -206,6 +280,17 @@ class OperatorClient:
         self._require_open()
         return self._link.channel.watch(pb.WatchRequest(after_sequence=position))
 
+    def _stream(self, name: str, request: Any) -> Iterator[Any]:
+        """What a streaming call replies; it ends when this iterator is closed."""
+        self._require_open()
+        reason = self._link.why_unreachable()
+        if reason:
+            raise self._unavailable(reason)
+        try:
+            yield from self._link.channel.stream(name, request)
+        except CallFailed as exc:
+            raise self._error(exc) from exc
+
     def _document(self, name: str, request: Any) -> dict[str, Any]:
         reply = self._question(name, request, QUESTION_S)
         try:
@@ -222,9 +307,10 @@ class OperatorClient:
         try:
             return documents.record_of(kind, document)
         except ValueError as exc:
-            raise ServerUnavailable(
-                f"server {self._link.address} is of another version: {exc}"
-            ) from exc
+            raise self._other_version(exc) from exc
+
+    def _other_version(self, exc: Exception) -> ServerUnavailable:
+        return ServerUnavailable(f"server {self._link.address} is of another version: {exc}")
 
     def _question(self, name: str, request: Any, timeout_s: float) -> Any:
         self._require_open()

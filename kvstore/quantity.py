@@ -14,6 +14,7 @@ from kvstore.errors import ConfigError
 __all__ = [
     "DURATION_S_MAX",
     "SIZE_BYTES_MAX",
+    "format_age",
     "format_bytes",
     "parse_bytes",
     "parse_duration",
@@ -72,6 +73,14 @@ def parse_duration(value: object) -> float:
             f"{shown(value)} is out of bounds; must be 0 to {DURATION_S_MAX:.0f} seconds"
         )
     return seconds
+
+
+def format_age(seconds: float) -> str:
+    """A duration as people say it: 5s, 12m, 3h, 4d."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
 
 
 def format_bytes(size: int) -> str:

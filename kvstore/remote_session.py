@@ -93,6 +93,7 @@ class RemoteSession:
         self._attempts = 0
         self._shared_memory = link.config.shared_memory and link.address.socket is not None
         self._fork_seen = False
+        self._saved_s = 0.0  # for the next heartbeat; one that is lost costs a number in a metric
         self._keeper = threading.Thread(
             target=self._keep, name=f"kvstore-keeper-{next(_numbers)}", daemon=True
         )
@@ -188,6 +189,10 @@ class RemoteSession:
         if reply.staging_offsets and staging is None:  # the session ended just now
             return RemoteReservation.nothing(self, UNREACHABLE)
         return RemoteReservation(self, live, reply, staging)
+
+    def report_saved(self, prefill_s: float) -> None:
+        """For the metrics: how much prefill the last match saved; goes with the next heartbeat."""
+        self._saved_s += checked_deadline(prefill_s)
 
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
@@ -477,7 +482,8 @@ class RemoteSession:
     def _beats(self, live: LiveSession) -> Iterator[pb.Beat]:
         """Sent to the server, from a thread of gRPC's."""
         while not live.over.is_set():
-            yield pb.Beat(session=live.id, boot_epoch=live.boot_epoch)
+            saved_s, self._saved_s = self._saved_s, 0.0
+            yield pb.Beat(session=live.id, boot_epoch=live.boot_epoch, prefill_saved_s=saved_s)
             troubled = self._link.breaker.is_open
             live.wake.wait(BEAT_S_TROUBLED if troubled else live.beat_s)
             live.wake.clear()

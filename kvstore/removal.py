@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import DirectoryError, InvalidRequest
+from kvstore.ghost_list import Left
 from kvstore.prefix_index.page_table import HELD
 from kvstore.request import checked_extras, checked_tokens
 from kvstore.state import NO_PAGE
@@ -116,6 +117,7 @@ def evict(
     dry_run: bool,
     include_pinned: bool = False,
     share: RedisShare | None = None,
+    why: Left = Left.OPERATOR,
 ) -> Eviction:
     """Remove what `selection` names; see the module's docstring for what stays.
 
@@ -143,7 +145,7 @@ def evict(
     gone: list[tuple[str, bytes, bytes]] = []
     for start in range(0, len(order), STEP_PAGES):
         step = slice(start, start + STEP_PAGES)
-        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned, gone)
+        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned, gone, why)
     try:
         state.free_wiped_slots()
     except TierError as exc:
@@ -285,6 +287,7 @@ def _remove_step(
     sequences: NDArray[np.uint64],
     include_pinned: bool,
     gone: list[tuple[str, bytes, bytes]],
+    why: Left,
 ) -> int:
     """Remove pages (deepest first) that are still what they were; how many stayed after all.
 
@@ -306,5 +309,5 @@ def _remove_step(
             removed.add(page)
             root = state.index.root_of(page)
             gone.append((state.trees[root].tenant, root, table.key_of(page)))
-        state.remove_pages(np.array(going, dtype=np.int32), wipe=True)
+        state.remove_pages(np.array(going, dtype=np.int32), why, wipe=True)
     return len(pages) - len(going)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -131,6 +132,7 @@ class Reservation:
         """
         state = self._state
         deadline = state.clock() + checked_deadline(deadline_s)
+        started_s = perf_counter()
         with state.lock:
             state.require_open()
             if self._before is not None:
@@ -160,6 +162,7 @@ class Reservation:
                 ticket = writer.ticket([last])
             if published:
                 self._settle()
+                state.meters.store.observe(perf_counter() - started_s)
         count = len(self._run.slots) if published else 0
         if ticket is None or writer is None:
             reason = "this store has no disk tier" if durable else ""
@@ -243,6 +246,9 @@ class Reservation:
         state.index.set_tier(pages, HOST, np.array(slots, dtype=np.int64))
         state.index.table.created[pages] = int(state.wall_clock())
         state.counters.pages_committed += count
+        self._session.traffic.stored_pages += count
+        state.meters.move("writer", "host", count * self._session.spec.page_bytes)
+        state.ghosts.back(run.keys)
         writer = self._session.disk_writer
         through = state.config.write_policy == "through"
         if writer is not None and not (through and writer.enqueue(pages.tolist())):

@@ -29,6 +29,7 @@ from kvstore.identity import ROLES, NotAuthenticated
 from kvstore.kvstore_pb2 import DESCRIPTOR
 from kvstore.server_session import UnknownHandle
 from kvstore.tiers.tier import TierError
+from kvstore.tracing import span
 from kvstore.wire import DEADLINE_S_MAX, ENDLESS, RAW_REPLIES, RAW_REQUESTS, RETRY_KEY
 
 if TYPE_CHECKING:
@@ -105,8 +106,10 @@ _STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 class Guard:
     """Makes grpc handlers out of plain functions."""
 
-    def __init__(self, authorizer: Authorizer) -> None:
+    def __init__(self, authorizer: Authorizer, tracer: Any = None) -> None:
+        """tracer: OpenTelemetry's, for a span a call; None: without."""
         self._authorizer = authorizer
+        self._tracer = tracer
 
     def handlers(
         self,
@@ -148,7 +151,10 @@ class Guard:
             client_has_spoken(context.cancel)
             try:
                 call = self._admit(name, context)
-                return function(parse(request), call)
+                if self._tracer is None:
+                    return function(parse(request), call)
+                with span(self._tracer, name, context.invocation_metadata()):
+                    return function(parse(request), call)
             except Exception as exc:
                 status, message = _status_of(name, exc, context)
             context.abort(status, message)

@@ -31,6 +31,8 @@ from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
 from kvstore.heap import reuse_large_buffers
 from kvstore.identity import PUBLIC_TENANT
+from kvstore.metrics import StoreMetrics
+from kvstore.metrics_http import MetricsServer
 from kvstore.operator_calls import OperatorCalls
 from kvstore.remembered import note_served
 from kvstore.rpc_guard import Guard
@@ -39,6 +41,7 @@ from kvstore.servicer import Servicer
 from kvstore.session_registry import SessionRegistry
 from kvstore.staging_pool import StagingPool
 from kvstore.store import Store
+from kvstore.tracing import tracer
 from kvstore.watchdog import Pulse, Tick, Watchdog, lock_is_free, thread_is_alive
 from kvstore.watches import Watches
 from kvstore.wire import (
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.identity import Authorizer
+    from kvstore.kv_event_publisher import KvEventPublisher
     from kvstore.server_config import ServerConfig
     from kvstore.server_session import ServerSession
     from kvstore.tenants import Quota
@@ -70,7 +74,18 @@ TICK_S = 0.25
 # Calls that may wait for the disk, for room, or for their client.
 WAITING = (
     *("Open", "Stage", "Reserve", "ReadPages"),
-    *("Evict", "List", "Inspect", "Explain", "Stats"),
+    *(
+        "Evict",
+        "List",
+        "Inspect",
+        "Explain",
+        "Stats",
+        "Tree",
+        "PinChain",
+        "Verify",
+        "Export",
+        "Import",
+    ),
 )
 # The same, and nobody waits for what they copy: where cores are short, look-ups and loads go first.
 STORING = ("Commit", "Flush", "WritePages")
@@ -145,7 +160,9 @@ class Server:
         self._pools = (self._quick, self._waiting, self._storing, self._streams)
         self._spare = spare
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._grpc = self._make_grpc(Guard(self._authorizer))
+        self._grpc = self._make_grpc(Guard(self._authorizer, tracer()))
+        self._metrics: MetricsServer | None = None
+        self._events: KvEventPublisher | None = None
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
         self._stop_wanted = threading.Event()
@@ -166,6 +183,11 @@ class Server:
                 self.port = self._grpc.add_insecure_port(config.address)
             if path is not None:
                 os.chmod(path, 0o600)
+            if config.metrics_listen:
+                render = StoreMetrics(self.store, self.service_stats).render
+                self._metrics = MetricsServer(config.metrics_listen, render, self._authorizer)
+            if config.events_listen:
+                self._events = _publisher(self.store, config)
         except (RuntimeError, OSError, KVStoreError) as exc:
             self._extents.close()
             self.store.close()
@@ -173,6 +195,10 @@ class Server:
                 raise
             raise DirectoryError(f"listen: {config.address}: {exc}") from exc
         self._grpc.start()
+        if self._metrics is not None:
+            self._metrics.start()
+        if self._events is not None:
+            self._events.start()
         self._set_ready(True)
         if config.idle_exit_s is None and config.directory is not None:
             note_served(config.directory)  # else a client would start another one after a kill
@@ -213,6 +239,8 @@ class Server:
         deadline = time.monotonic() + max(STOP_S, drain_s + CLOSE_S)
         _log.info("stopping: %d sessions", len(self.registry))
         self._watchdog.stop()
+        if self._metrics is not None:
+            self._metrics.stop()
         self._set_ready(False)
         stopped = self._grpc.stop(drain_s)
         self._servicer.drain()
@@ -223,6 +251,8 @@ class Server:
         done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
         for pool in (*self._pools, self._spare):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._events is not None:
+            self._events.stop()
         if self.config.socket_path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self.config.socket_path)
@@ -312,6 +342,24 @@ class Server:
         if limit is None or len(self.registry):
             return False
         return time.monotonic() - self.registry.last_session_s > limit
+
+
+def _publisher(store: Store, config: ServerConfig) -> KvEventPublisher:
+    """Publishes what the store's event log sees."""
+    try:
+        from kvstore.kv_event_publisher import KvEventPublisher
+    except ImportError as exc:
+        raise ConfigError(
+            f"events_listen: needs {exc.name}: pip install 'kvstore-llm[events]'"
+        ) from exc
+    made = KvEventPublisher(
+        store.state,
+        store.spec_json,
+        listen=config.events_listen,
+        replay_listen=config.events_replay_listen,
+    )
+    store.events.listen(made.record)
+    return made
 
 
 def _give_way() -> None:

@@ -20,6 +20,8 @@ from kvstore.config import (
     model_validator,
 )
 from kvstore.errors import ConfigError
+from kvstore.events_listen import check_events_listen
+from kvstore.metrics_listen import check_metrics_listen
 from kvstore.quantity import format_bytes, parse_bytes
 from kvstore.wire import SOCKET_NAME
 
@@ -57,6 +59,12 @@ class ServerConfig(StoreConfig):
     idle_exit_s: OptionalSeconds = Field(default=None, gt=0)
     # One JSON object a line instead of text.
     log_json: bool = False
+    # Serve Prometheus metrics there: unix:/path, or a loopback address with a port. Empty: nowhere.
+    metrics_listen: str = ""
+    # Publish page events there, as vLLM does: ipc:///path or tcp://127.0.0.1:PORT. Empty: nowhere.
+    events_listen: str = ""
+    # And answer there to who missed some.
+    events_replay_listen: str = ""
     # gRPC server reflection; tells anybody who connects what the service looks like.
     reflection: bool = False
 
@@ -78,6 +86,11 @@ class ServerConfig(StoreConfig):
                 f"staging_bytes: {format_bytes(self.staging_bytes)} of host_bytes = "
                 f"{format_bytes(self.host_bytes)}; at most half of it"
             )
+        check_metrics_listen(self.metrics_listen)
+        for name in ("events_listen", "events_replay_listen"):
+            check_events_listen(name, getattr(self, name))
+        if self.events_replay_listen and not self.events_listen:
+            raise ConfigError("events_replay_listen: needs events_listen too")
         path = self.socket_path
         if path is not None and len(bytes(path)) > PATH_BYTES_MAX:
             raise ConfigError(

@@ -59,6 +59,7 @@ ATTACH_TOKENS_MAX = 256  # a call
 # A heartbeat stream ends after so long, well and without ending its sessions, so that clients move
 # off connections that have grown old.
 STREAM_S_MAX = 1800.0
+SAVED_S_MAX = 1e6  # of prefill, in one beat: more is nonsense
 
 
 class Servicer:
@@ -144,7 +145,10 @@ class Servicer:
         try:
             for beat in beats:
                 call.confirm()
-                sessions.add(self._registry.find(beat.session, call.identity))
+                found = self._registry.find(beat.session, call.identity)
+                sessions.add(found)
+                if 0 < beat.prefill_saved_s < SAVED_S_MAX:
+                    found.session.report_saved(beat.prefill_saved_s)
                 yield Beat(session=beat.session, boot_epoch=self._boot_epoch)
                 over = self._draining or time.monotonic() > until
                 if over:

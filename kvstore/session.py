@@ -6,12 +6,14 @@ All calls are safe to make from several threads. Its leases and reservations end
 from __future__ import annotations
 
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ClosedError, InvalidRequest
 from kvstore.identity import PUBLIC_TENANT
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
+from kvstore.prefix_index.page_table import rows_of
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 from kvstore.reservation import LIMIT, PRESENT, Reservation, Run
 from kvstore.state import BREATH_S, NO_PAGE, PIECE_PAGES
@@ -75,6 +77,7 @@ class Session:
         self._closed = False
         with state.lock:
             self.writer_id = state.writer_id(writer)
+            self.traffic = state.meters.of(self.tenant, writer)
 
     def match(self, tokens: Tokens, extras: Extras | None = None) -> Match:
         """Find the longest stored chain of a prompt and lease it, in one step.
@@ -111,6 +114,7 @@ class Session:
     def _match(self, values: bytes, more: dict[int, bytes], *, counted: int | None = None) -> Match:
         """Look up and lease; `counted`: the pages of this same look-up that are counted already."""
         state, counters, known = self.state, self.state.counters, counted or 0
+        started_s = perf_counter()
         with state.lock:
             self.require_open()
             pages = self._found(values, more)
@@ -120,11 +124,19 @@ class Session:
                 if state.recorder is not None:
                     size = self.spec.page_tokens
                     state.recorder.add(state.clock(), self.root, values, size, more)
+                self.traffic.requests += 1
+                self.traffic.tokens += len(values) // TOKEN_BYTES
             if len(pages):
                 state.index.lease(int(pages[-1]))
                 state.index.touch(pages[known:], state.clock())
                 counters.lookup_hits += not known
+                self.traffic.hits += not known
+                self.traffic.hit(
+                    state.index.table.state[rows_of(pages)][known:], self.tree.page_tokens
+                )
                 counters.hit_tokens += max(0, len(pages) - known) * self.spec.page_tokens
+            if counted is None:
+                state.meters.lookup.observe(perf_counter() - started_s)
             found = Match(self, pages)
             if len(pages):  # a miss holds nothing, and its release would say nothing
                 self._held.add(found)
@@ -181,6 +193,12 @@ class Session:
             elif made.reason not in (PRESENT, LIMIT, "in progress"):
                 state.counters.reservations_refused += 1
             return made
+
+    def report_saved(self, prefill_s: float) -> None:
+        """For the metrics: how much prefill the last match saved, as the engine measures it."""
+        saved_s = checked_deadline(prefill_s)
+        with self.state.lock:
+            self.traffic.prefill_saved_s += saved_s
 
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""

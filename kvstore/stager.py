@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.ghost_list import Left
 from kvstore.state import DISK, HOST, TIER_NAMES
 from kvstore.tiers.tier import ReadStatus, TierError, aligned
 
@@ -227,6 +228,8 @@ class Stager:
             pages = np.array([entries[i].page for i in good], dtype=np.int32)
             state.index.set_tier(pages, HOST, np.array([slots[i] for i in good], dtype=np.int64))
             state.counters.pages_staged += len(good)
+            size = int(state.index.table.payload_bytes[pages].sum())
+            state.meters.move(TIER_NAMES[self._tier], "host", size)
             self._arrived(pages)
         used = set(good)
         bad = [slot for i, slot in enumerate(slots) if i not in used]
@@ -272,7 +275,8 @@ class Stager:
             _log.warning(
                 "disk tier: page %d is %s; dropped with all below it", page, status.name.lower()
             )
-            self._state.drop_subtree(page)
+            why = Left.KEY_GONE if status is ReadStatus.LOCKED else Left.DAMAGE
+            self._state.drop_subtree(page, why)
 
     def _finish(self, entries: list[Entry]) -> None:
         for entry in entries:

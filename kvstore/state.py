@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import ClosedError
+from kvstore.ghost_list import GhostList, Left
+from kvstore.meters import Meters
 from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS, rows_of
 from kvstore.shares import NO_QUOTAS
 from kvstore.tiers.tier import PageRecord
@@ -136,6 +138,8 @@ class StoreState:
     condemned: set[int] = field(default_factory=set)
     unwritten: set[int] = field(default_factory=set)  # pages that the disk did not take so far
     counters: Counters = field(default_factory=Counters)
+    ghosts: GhostList = field(default_factory=GhostList)
+    meters: Meters = field(default_factory=Meters)
     next_sequence: int = 1
     # Told the keys of pages that leave the disk, before their slots can be used again.
     on_left_disk: Callable[[list[bytes]], None] | None = None
@@ -270,7 +274,7 @@ class StoreState:
                 return pages[:position]
         return pages
 
-    def drop_subtree(self, page: int) -> bool:
+    def drop_subtree(self, page: int, why: Left = Left.DAMAGE) -> bool:
         """Remove a page and all below it from every tier; False when someone still reads there.
 
         A page that can't go now is condemned: no look-up finds it, and the next release tries
@@ -280,10 +284,12 @@ class StoreState:
         if any(self.is_leased(item) for item in pages.tolist()):
             self.condemned.add(page)
             return False
-        self.remove_pages(pages[::-1])
+        self.remove_pages(pages[::-1], why)
         return True
 
-    def remove_pages(self, pages: NDArray[np.int32], *, wipe: bool = False) -> None:
+    def remove_pages(
+        self, pages: NDArray[np.int32], why: Left = Left.ROOM, *, wipe: bool = False
+    ) -> None:
         """Take pages (children first, none leased) out of all tiers and out of the index.
 
         With `wipe` their slots wait for `free_wiped_slots`, which leaves nothing readable on disk.
@@ -294,6 +300,10 @@ class StoreState:
             self.index.unpin(page)
             self.condemned.discard(page)
             self.unwritten.discard(page)
+        tiers = self.index.table.state[pages] & LOCAL_BITS
+        mine = tiers != 0
+        keys = self.index.table.key[pages[mine]]
+        self.ghosts.note(keys, tiers[mine], why, self.wall_clock())
         self.leave_host(pages)
         self.leave_disk(pages, wipe=wipe)
         remote = self.leave_redis(pages)

@@ -23,10 +23,12 @@ from kvstore.disk_writer import DiskWriter
 from kvstore.errors import CapacityError, DirectoryError, InvalidRequest
 from kvstore.event_log import EventLog
 from kvstore.evictor import Evictor
+from kvstore.explanation import Explanation, Question, explain
 from kvstore.housekeeper import Housekeeper
 from kvstore.identity import DEFAULT_TENANT, PUBLIC_TENANT
 from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
+from kvstore.operator_tools import OperatorTools
 from kvstore.page_policy import PagePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
@@ -71,7 +73,7 @@ PAGES_EXPECTED_MAX = 4 << 20
 _log = logging.getLogger("kvstore.store")
 
 
-class Store:
+class Store(OperatorTools):
     """An open store. Make one with Store.open(); close it, or use it in a `with` statement."""
 
     def __init__(self, config: StoreConfig, *, files: FileLayer | None = None) -> None:
@@ -295,13 +297,26 @@ class Store:
         namespace: bytes,
         tenant: str = DEFAULT_TENANT,
         extras: Extras | None = None,
-    ) -> inspection.Explanation:
-        """Why this prompt hits or misses among a tenant's pages of one namespace."""
+        spec_json: str | None = None,
+        all_tenants: bool = True,
+    ) -> Explanation:
+        """Why this prompt hits or misses among a tenant's pages of one namespace.
+
+        spec_json: the namespace's spec, where this store may not have met it. all_tenants: also
+        say which other tenants have more of the prompt.
+        """
         self.state.require_open()
+        values, more = checked_tokens(tokens), checked_extras(extras)
         root = self.root(namespace, tenant)
-        if root not in self.state.trees:
+        specs = self._specs.texts_with(namespace, spec_json)
+        info = self.state.trees.get(root)
+        if info is None and namespace not in specs:
             raise InvalidRequest("explain: this store has no pages of that namespace and tenant")
-        return inspection.explain(self.state, root, checked_tokens(tokens), checked_extras(extras))
+        page_tokens = (
+            info.page_tokens if info else CacheSpec.from_json(specs[namespace]).page_tokens
+        )
+        asked = Question(values, more, root, namespace, tenant, page_tokens, all_tenants)
+        return explain(self.state, asked, specs)
 
     def watch(self, after_sequence: int = 0, *, tenant: str | None = None) -> Iterator[PageEvent]:
         """What comes into a tier and leaves it from this call on, or after an event's number.
@@ -320,6 +335,15 @@ class Store:
                 self._share.count()
             dirty = self._writer.dirty_bytes if self._writer is not None else 0
             return stats_of(state, dirty)
+
+    def breakers(self) -> dict[str, bool]:
+        """By tier: whether it is left alone for a while, after errors in a row."""
+        found = {}
+        if self._stager is not None:
+            found["disk"] = self._stager.open_breaker
+        if self._share is not None:
+            found["redis"] = self._share.stager.open_breaker
+        return found
 
     def check(self) -> None:
         """Walk index and tiers, recount, compare; raises AssertionError or TierError."""

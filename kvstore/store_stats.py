@@ -65,7 +65,7 @@ def stats_of(state: StoreState, dirty_bytes: int) -> Stats:
         pinned_pages=len(state.index.pins),
         dirty_bytes=dirty_bytes,
         tiers=tuple(_tier_stats(state)),
-        counters=state.counters.to_dict(),
+        counters=state.counters.to_dict() | state.ghosts.counts(),
         encryption=_encryption(state),
     )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.errors import QuotaError
+from kvstore.errors import InvalidRequest, QuotaError
+from kvstore.inspection import find_chain
 from kvstore.tiers.arena_use import NOTHING
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvstore.state import StoreState
 
-__all__ = ["TenantUsage", "pinned_pages", "refuse_pin_over_quota", "usage", "usages"]
+__all__ = ["TenantUsage", "pin_chain", "pinned_pages", "refuse_pin_over_quota", "usage", "usages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,25 @@ def pinned_pages(state: StoreState, tenant: str, besides: NDArray[np.int32] | No
     if besides is not None:
         held[besides] = True
     return int(np.count_nonzero(held))
+
+
+def pin_chain(state: StoreState, chain_id: str, ttl_s: float) -> int:
+    """See Store.pin_chain."""
+    ends = find_chain(state, chain_id)
+    if len(ends) != 1:
+        raise InvalidRequest(f"pin: {len(ends)} pages' ids begin with {chain_id}; one is needed")
+    with state.lock:
+        page = ends[0]
+        if not state.index.table.is_live(page):
+            raise InvalidRequest(f"pin: page {chain_id} has just left")
+        chain = state.cut_remote(state.index.chain(page))
+        if not ttl_s:
+            for each in chain.tolist():
+                state.index.unpin(each)
+        elif len(chain):
+            refuse_pin_over_quota(state, state.trees[state.index.root_of(page)].tenant, chain)
+            state.index.pin(int(chain[-1]), state.clock() + ttl_s)
+        return len(chain)
 
 
 def refuse_pin_over_quota(state: StoreState, tenant: str, pages: NDArray[np.int32]) -> None:

@@ -24,10 +24,10 @@ SILENCE_S = 10.0  # after so long without a beat or a call a session ends
 SESSION_BYTES = 16
 
 # Calls that last as long as their client wants; all others need a deadline.
-ENDLESS = frozenset({"Heartbeat", "Watch"})
+ENDLESS = frozenset({"Heartbeat", "Watch", "Verify", "Export", "Import"})
 # Raw bytes instead of messages, one way or the other: see the proto.
-RAW_REPLIES = frozenset({"ReadPages"})
-RAW_REQUESTS = frozenset({"WritePages"})
+RAW_REPLIES = frozenset({"ReadPages", "Export"})
+RAW_REQUESTS = frozenset({"WritePages", "Import"})
 
 # Trailing metadata of a refusal that is worth another try: milliseconds to wait.
 RETRY_KEY = "grpc-retry-pushback-ms"

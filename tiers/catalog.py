@@ -119,7 +119,11 @@ class Catalog:
         except (lmdb.Error, OSError) as error:
             raise CatalogError(f"catalog {directory}: {error}") from error
         self.map_bytes: int = self._env.info()["map_size"]
-        self._load_names()
+        try:
+            self._load_names()
+        except lmdb.Error as error:
+            self._env.close()
+            raise CatalogError(f"catalog {directory}: {error}") from error
         self._measure()
 
     # -- what is in it --------------------------------------------------------------------------
@@ -227,7 +231,10 @@ class Catalog:
     def remove_keys(self, keys: Sequence[bytes]) -> None:
         """Delete raw records that a scan found bad or unused."""
         self._change([], keys)
-        self._load_names()
+        try:
+            self._load_names()
+        except lmdb.Error as error:
+            raise self._failure(error) from error
 
     def reader_check(self) -> None:
         """Clear slots of readers that died, so that LMDB can use old pages again (rule R12)."""

@@ -64,6 +64,7 @@ class Recovered:
     records_dropped: int = 0
     locked_pages: int = 0  # encrypted, and given up for want of their key
     plain_pages: int = 0
+    catalog_problem: str = ""  # why the catalog had to be rebuilt, if it had
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Recovery:
     progress: Progress | None = None
     cipher: Cipher | None = None
     _locked_headers: int = 0  # seen by a rebuild
+    _catalog_problem: str = ""
 
     def run(self) -> Recovered:
         """Open everything. Raises TierError when the disk does not even allow that."""
@@ -106,8 +108,16 @@ class Recovery:
             present = {}
         scan = self._scan_or_rebuild(directory, present)
         self._require_keys(scan.locked_pages)
-        catalog = Catalog(directory, self.map_bytes, self.files, self.cipher)
-        catalog.put_meta(self.home.identity.store_uuid)
+        try:
+            catalog = self._opened_catalog(directory, scan)
+        except CatalogError as error:
+            if error.full or not present:
+                raise
+            self._catalog_problem = str(error)
+            self._quarantine(directory, str(error))
+            self._rebuild(directory, present)
+            scan = scan_catalog(directory, self.cipher)
+            catalog = self._opened_catalog(directory, scan)
         recovered = self._recovered(catalog, scan)
         try:
             self._open_segments(scan.segments, present, catalog)
@@ -120,6 +130,20 @@ class Recovery:
             catalog.close()
             raise
         return recovered
+
+    def _opened_catalog(self, directory: Path, scan: Scan) -> Catalog:
+        """The catalog without the records that the scan found bad.
+
+        A damaged tree can be read to its end and yet break when it is written: CatalogError.
+        """
+        catalog = Catalog(directory, self.map_bytes, self.files, self.cipher)
+        try:
+            catalog.put_meta(self.home.identity.store_uuid)
+            catalog.remove_keys(scan.bad_keys)
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog
 
     def _run_read_only(self, directory: Path) -> Recovered:
         """Take what is sound and change nothing."""
@@ -148,7 +172,12 @@ class Recovery:
                 plain,
             )
         locked = scan.locked_pages + self._locked_headers
-        return Recovered(catalog, locked_pages=locked, plain_pages=max(0, plain))
+        return Recovered(
+            catalog,
+            locked_pages=locked,
+            plain_pages=max(0, plain),
+            catalog_problem=self._catalog_problem,
+        )
 
     def _require_keys(self, locked_pages: int) -> None:
         """A missing key gives its pages up; no keys at all are a mistake that costs nothing."""
@@ -171,6 +200,7 @@ class Recovery:
             if not present:  # nothing stored: a first start that was cut off
                 self.files.remove_tree(directory)
                 return Scan()
+            self._catalog_problem = str(error)
             self._quarantine(directory, str(error))
         self._rebuild(directory, present)
         return scan_catalog(directory, self.cipher)

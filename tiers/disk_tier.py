@@ -66,6 +66,7 @@ MAP_BYTES_MIN = 64 << 20
 class DiskTier:
     """The Tier contract over segment files. All calls are thread-safe."""
 
+    catalog_problem = ""  # why `load` had to rebuild the catalog, if it had
     publisher_type: ClassVar[type[Publisher]] = Publisher
     page_io_type: ClassVar[type[PageIo]] = PageIo
 
@@ -183,7 +184,7 @@ class DiskTier:
             except TierError as error:
                 self._state.become(TierState.READ_ONLY, str(error))
                 raise
-            self._rows = found.rows
+            self._rows, self.catalog_problem = found.rows, found.catalog_problem
             self._state.counters.records_dropped = found.records_dropped
             self._state.counters.key_missing = found.locked_pages
             self.plain_pages_found = found.plain_pages if self.encrypts else 0

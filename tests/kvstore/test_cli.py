@@ -101,20 +101,21 @@ def test_explain_gives_the_longest_match_and_the_first_differing_token(
     assert "--tokenizer" in run("explain", folder, "--text", "hello", code=1)
 
 
-def test_evict_is_a_dry_run_unless_yes(folder: str) -> None:
-    dry = run_json("evict", folder, "--writer", "engine-2")
-    assert (dry["pages"], dry["dry_run"]) == (3, True)
+def test_evict_is_a_dry_run_when_more_than_one_chain_goes_unless_yes(folder: str) -> None:
+    dry = run_json("evict", folder, "--all")
+    assert (dry["pages"], dry["chains"], dry["dry_run"]) == (8, 2, True)
+    assert "Dry run: 8 pages" in run("evict", folder, "--all")
+    assert run_json("evict", folder, "--writer", "engine-2", "--dry-run")["dry_run"] is True
     assert run_json("ls", folder)["chains_total"] == 2
-    assert "Dry run: 3 pages" in run("evict", folder, "--writer", "engine-2")
-    assert run_json("evict", folder, "--writer", "engine-2", "--yes")["dry_run"] is False
+    assert run_json("evict", folder, "--writer", "engine-2")["dry_run"] is False
     assert run_json("ls", folder)["chains_total"] == 1
     assert "name a prefix" in run("evict", folder, code=1)
     assert "empty" in run("evict", folder, "--namespace", "", "--yes", code=1)
     assert "empty" in run("evict", folder, "--tenant", "", "--yes", code=1)
     head = ",".join(map(str, prompt(0, 5)[:6].tolist()))
-    assert run_json("evict", folder, "--tokens", head)["pages"] == 4
+    assert run_json("evict", folder, "--tokens", head, "--dry-run")["pages"] == 4
     assert run_json("evict", folder, "--older-than", "1h")["pages"] == 0
-    assert run_json("evict", folder, "--all")["pages"] == 5
+    assert run_json("evict", folder, "--all", "--dry-run")["pages"] == 5
     assert "duration" in run("evict", folder, "--older-than", "soon", code=1)
 
 

@@ -44,6 +44,7 @@ MAY_CALL = {
     **dict.fromkeys(("Reserve", "Commit", "Abort", "WritePages"), WRITE),
     **dict.fromkeys(("Flush", "Pin", "Unpin"), WRITE),
     **dict.fromkeys(("Evict", "List", "Inspect", "Explain"), ADMIN),
+    **dict.fromkeys(("Tree", "PinChain", "Verify", "Export", "Import"), ADMIN),
     "Stats": ADMIN | {Role.METRICS},
 }
 RAW_REQUESTS = {"WritePages"}

@@ -1,0 +1,43 @@
+"""Options that several commands have, said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.wire import CHAINS_MAX
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Limit = Annotated[int, typer.Option(min=1, max=CHAINS_MAX, help="How many rows at most.")]
+Sort = Annotated[str, typer.Option(help="size, age, idle or hits.")]
+Namespace = Annotated[
+    str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
+]
+Tenant = Annotated[
+    str | None,
+    typer.Option(help="Whose pages; by default the only tenant's that has any, else default's."),
+]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", help="Token ids of a prompt: 1,2,3", metavar="IDS")
+]
+TokensFile = Annotated[
+    Path | None,
+    typer.Option("--tokens-file", help="A file with token ids: JSON list, or numbers; - is stdin."),
+]
+Extras = Annotated[
+    str | None,
+    typer.Option("--extras", help='Extras of the prompt: {"PAGE": "HEX"}.', metavar="JSON"),
+]
+Text = Annotated[str | None, typer.Option("--text", help="A prompt as text; needs --tokenizer.")]
+TextFile = Annotated[
+    Path | None, typer.Option("--text-file", help="A file with a prompt; needs --tokenizer.")
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option("--tokenizer", help="tokenizer.json, or a folder that holds one.")
+]
+AllTenants = Annotated[
+    bool, typer.Option(help="Look for the prompt among other tenants' pages too.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, whatever it is.")]
