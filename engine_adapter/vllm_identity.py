@@ -34,6 +34,7 @@ TOKEN_SPECULATION = frozenset({"ngram", "ngram_gpu", "[ngram]", "suffix"})
 # What a config says that can't change a key or a value.
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype")
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_ROPE_BLIND = frozenset({"default", "linear", "llama3", "mrope"})  # whatever the longest sequence
 _KV_DTYPES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -237,7 +238,7 @@ def _settings_of(vllm_config: Any) -> dict[str, Any]:
     config = {
         key: each for key, each in model.hf_config.to_dict().items() if key not in _CONFIG_NOISE
     }
-    scaled = any(getattr(model.hf_config, name, None) for name in ("rope_scaling",))
+    rope = [getattr(model.hf_config, name, None) for name in ("rope_scaling", "rope_parameters")]
     return {
         "config": _plain(config),
         "overrides": _plain(getattr(model, "hf_overrides", None)),
@@ -245,9 +246,20 @@ def _settings_of(vllm_config: Any) -> dict[str, Any]:
         "quantization": str(model.quantization),
         "kv_skip_layers": _plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         # Some RoPE scalings depend on the longest sequence that the engine was started for.
-        "max_model_len": int(model.max_model_len) if scaled else 0,
+        "max_model_len": int(model.max_model_len) if any(map(_sees_length, rope)) else 0,
         "override_attention_dtype": str(getattr(model, "override_attention_dtype", None)),
     }
+
+
+def _sees_length(rope: Any) -> bool:
+    """Whether RoPE of these parameters (of all layers, or by kind of layer) may depend on it."""
+    if not isinstance(rope, dict) or not rope:
+        return False
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind is None:
+        by_layer = [each for each in rope.values() if isinstance(each, dict)]
+        return any(map(_sees_length, by_layer)) if by_layer else "factor" in rope
+    return kind not in _ROPE_BLIND
 
 
 def _plain(value: Any) -> Any:

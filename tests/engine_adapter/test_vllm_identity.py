@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.engine_adapter.vllm_identity import (
     VllmRequestView,
+    _sees_length,
     adapter_digest,
     find_weights,
     why_unservable,
@@ -136,3 +137,24 @@ def test_a_store_on_a_network_is_refused_because_workers_need_its_memory() -> No
     with pytest.raises(ConfigError, match="memory"):
         read_settings({"store": "kvstore://cache-host:7070"})
     assert read_settings({"store": "kvstore://unix:/run/kv.sock"}).save
+
+
+@pytest.mark.parametrize(
+    ("rope", "sees"),
+    [
+        (None, False),
+        ({}, False),
+        ({"rope_type": "default", "rope_theta": 1e5}, False),
+        ({"rope_theta": 1e5}, False),
+        ({"rope_type": "llama3", "factor": 8.0}, False),
+        ({"type": "dynamic", "factor": 2.0}, True),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, True),
+        ({"factor": 2.0}, True),
+        ({"full": {"rope_type": "default"}, "sliding": {"rope_type": "yarn"}}, True),
+        ({"full": {"rope_type": "default"}, "sliding": {"rope_type": "default"}}, False),
+    ],
+)
+def test_engines_of_other_lengths_share_pages_unless_rope_depends_on_it(
+    rope: Any, sees: bool
+) -> None:
+    assert _sees_length(rope) is sees
