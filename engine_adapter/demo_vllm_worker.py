@@ -4,7 +4,8 @@
 
 `engine` are arguments of vllm.LLM. It says {"event": "ready"}, then answers each line:
 
-    {"do": "run", "requests": [{"tokens": [...], "max_tokens": 8, ...}]}   all at once
+    {"do": "run", "requests": [{"tokens": [...], "max_tokens": 8, ...}]}   all at once; also
+                         with "salt", "lora" (a path), "params", "abort_after" (engine steps)
     {"do": "reset"}      empty vLLM's own prefix cache, until it is
     {"do": "cpu"}        CPU seconds of this process and all below it
     {"do": "metrics"}    vLLM's counters by name
@@ -43,6 +44,7 @@ class Engine:
         self._llm: Any = LLM(model=task["model"], **(ENGINE | task.get("engine", {})))
         self._engine = self._llm.llm_engine
         self._numbers = itertools.count(1)
+        self._adapters: dict[str, int] = {}  # by their path
 
     def run(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answers in the order of the requests; `abort_after` is in engine steps."""
@@ -100,7 +102,13 @@ class Engine:
         if "salt" in request:
             prompt["cache_salt"] = request["salt"]
         name = f"request-{next(self._numbers)}"
-        self._engine.add_request(name, prompt, sampling)
+        adapter = request.get("lora")
+        if adapter is not None:
+            from vllm.lora.request import LoRARequest
+
+            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+            adapter = LoRARequest(Path(adapter).name, number, adapter)
+        self._engine.add_request(name, prompt, sampling, lora_request=adapter)
         return name
 
 

@@ -18,6 +18,7 @@ STAGE_BYTES_A_SECOND = 0.5e9
 ASYNC_OVERHEAD_S = 0.008  # two steps of an engine
 # A look-up takes a millisecond; on a machine that is busy, or for the first one of a process, more.
 LOOKUP_S_MIN, LOOKUP_S_MAX = 0.020, 0.100
+LOOKUP_S_ALWAYS = 1.0  # who wants to load whatever it takes waits longer
 LOOKUP_SHARE = 0.05  # of what recomputing takes: more than this is not worth waiting for
 STAGE_S_DEFAULT = 2.0  # while prefill was not measured
 STAGE_S_MIN, STAGE_S_MAX = 0.02, 10.0
@@ -86,6 +87,8 @@ class LoadChoice:
 
     def lookup_deadline_s(self, tokens: int) -> float:
         """How long a prompt waits for the answer of a look-up; others go on meanwhile."""
+        if self.mode is LoadMode.ALWAYS:
+            return LOOKUP_S_ALWAYS
         again = self.recompute_s(tokens)
         if again is None:
             return LOOKUP_S_MAX

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.transfer_plan import LoadDone
 
 ASKS_MAX = 3  # look-ups of one attempt: a lost lease is looked up again
+TOO_SLOW_DISK, TOO_SLOW_LOOKUP = "the disk took too long", "the look-up took too long"
+LOST_LEASE = "the lease was lost"
 LOST_SLOT = -1  # a page whose place is not known any more: the load of it fails
 
 
@@ -108,7 +110,7 @@ class LoadPlanner:
         if found is None:
             if now - state.asked_s < self._choice.lookup_deadline_s(state.view.length):
                 return ASK_AGAIN
-            state.reason = "the look-up took too long"
+            state.reason = TOO_SLOW_LOOKUP
             return NOTHING
         if found.staging:
             missing = found.pages - found.ready
@@ -120,8 +122,8 @@ class LoadPlanner:
     def _plan(self, state: RequestState, found: Found, local: int) -> Answer:
         choice = self._choice.decide(found.ready, local)
         state.reason = choice.reason
-        if found.staging and not choice.pages:
-            state.reason = "the disk took too long"
+        if (found.staging or found.late) and not choice.pages:
+            state.reason = TOO_SLOW_DISK
         block = self._sizes.block_tokens
         end = choice.pages * self._sizes.page_tokens
         sync = choice.sync
@@ -132,7 +134,7 @@ class LoadPlanner:
             return NOTHING
         if not self._store.places(found.ticket, local // self._sizes.page_tokens, choice.pages):
             self.release(state)  # its server is gone, or another one came
-            state.reason = "the lease was lost"
+            state.reason = LOST_LEASE
             return NOTHING
         state.plan = LoadPlan(local, end - local, sync)
         return Answer(end - local, not sync)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.plan_records import StoreEvent
 
 LOOKUP_THREADS, STAGE_THREADS, SAVE_THREADS = 2, 4, 2
-RESERVE_S_MAX = 0.25
+RESERVE_S_MAX = 1.0  # its thread may wait; unanswered, it costs the session
 COMMIT_S_MAX = 10.0
 UNREACHABLE = "unreachable"
 
@@ -227,7 +227,9 @@ class Lookups:
             ready = match.stage(self._choice.stage_deadline_s(missing))
             self._choice.staged(ready - found.ready, time.monotonic() - begin_s)
         finally:
-            self._post(epoch, Found(found.ticket, found.pages, ready, False, found.disk_pages))
+            late = ready < found.pages
+            told = Found(found.ticket, found.pages, ready, False, found.disk_pages, late)
+            self._post(epoch, told)
 
     def _reserve(self, job: int, chain: Chain) -> None:
         session, epoch = self._session, self.epoch

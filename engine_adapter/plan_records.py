@@ -60,6 +60,7 @@ class Found:
     ready: int = 0  # leading pages in the arena
     staging: bool = False
     disk_pages: int = 0  # of `pages`, when they were found
+    late: bool = False  # staging ended without all of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.transfer_plan import LoadJob, SaveJob, WorkerReport
 
 
+PAUSE = "loads have failed in a row: a pause"
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """What a finished request got from the store."""
@@ -94,7 +97,7 @@ class Planner:
             self.preempted(request)
         self._breaker.alive(now)
         if self._breaker.is_open:
-            state.reason = "loads have failed in a row: a pause"
+            state.reason = PAUSE
             return NOTHING
         return self._loading.match(state, local_tokens, now)
 
@@ -242,6 +245,11 @@ class Planner:
         return bool(self._loading.loads)
 
     @property
+    def saves_left(self) -> int:
+        """How many saves are under way."""
+        return len(self._saving.saves)
+
+    @property
     def waits(self) -> bool:
         """Whether steps are needed, and this one has nothing for the workers."""
         ready = self._saving.outbox or self._loading.outbox or self._loading.cancelled
@@ -249,8 +257,8 @@ class Planner:
 
     @property
     def frees_soon(self) -> bool:
-        """Whether pinned blocks will be free within a moment."""
-        return self._saving.pinned_blocks > 0
+        """Whether pinned blocks will be free within a moment; not those that a request holds."""
+        return self._saving.frees_soon(self._requests)
 
     def counters(self) -> Counter[str]:
         """What happened; each only grows."""

@@ -207,9 +207,20 @@ class SavePlanner:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether a worker or a pinned block waits for the next step."""
-        copying = any(save.phase is SavePhase.COPYING for save in self.saves.values())
-        return bool(self.pinned_blocks or self.outbox or copying)
+        """Whether a worker, a pinned block or a pin in the store waits for the next step."""
+        waiting = any(
+            save.phase is SavePhase.COPYING or save.policy.pin_ttl_s for save in self.saves.values()
+        )
+        return bool(self.pinned_blocks or self.outbox or waiting)
+
+    def frees_soon(self, state_of: Mapping[str, RequestState]) -> bool:
+        """Whether blocks are held by nothing but a pin: their requests have left them."""
+        for save in self.saves.values() if self.pinned_blocks else ():
+            state = state_of.get(save.request)
+            is_left = state is None or state.version != save.version
+            if is_left and any(each.pinned for each in _with_tails(save)):
+                return True
+        return False
 
     def check(self) -> None:
         """Recount the pins; AssertionError with the numbers."""
@@ -363,6 +374,8 @@ class SavePlanner:
         blocks = [block for page in pages for block in page]
         self._pool.pin(blocks)
         self.pinned_blocks += len(blocks)
+        more = self.pinned_blocks - self.counters["pinned_blocks_peak"]
+        self.counters["pinned_blocks_peak"] += max(more, 0)
 
     def _unpin_pages(self, save: Save, pages: list[int]) -> None:
         blocks = [block for page in pages for block in save.pinned.pop(page)]

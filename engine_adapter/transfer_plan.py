@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 SKIP_BLOCK = -1
 """Instead of a block id: nothing is copied there (already computed, or beyond the hit)."""
+CANCELLED = "cancelled"
+"""The reason of a load that its own engine called off."""
 
 
 @dataclass(frozen=True, slots=True)

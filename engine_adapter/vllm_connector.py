@@ -217,8 +217,8 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:
-        """None of our own: pages are not blocks, and have other names."""
-        return ()
+        """Blocks that are stored since the last call."""
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     # Worker role
 

@@ -74,6 +74,30 @@ def hit_sources(in_memory: int, on_disk: int) -> dict[Any, int]:
     return {source: count for source, count in counts.items() if count}
 
 
+def stored_event(
+    request: Any, hashes: list[Any], parent: Any, tokens: list[int], block_tokens: int
+) -> Any:
+    """vLLM's event for blocks that lie in storage now, named as the engine names its own."""
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.v1.core import kv_cache_utils
+
+    convert = getattr(kv_cache_utils, "maybe_convert_block_hash", lambda each: each)
+    adapter = getattr(request, "lora_request", None)
+    told = {
+        "block_hashes": [convert(each) for each in hashes],
+        "parent_block_hash": None if parent is None else convert(parent),
+        "token_ids": tokens,
+        "block_size": block_tokens,
+        "lora_id": getattr(adapter, "adapter_id", None),
+        "lora_name": getattr(adapter, "name", None),
+        "medium": "STORAGE",
+        "group_idx": 0,
+        "session_id": getattr(request, "session_id", None),
+    }
+    known = BlockStored.__struct_fields__
+    return BlockStored(**{name: each for name, each in told.items() if name in known})
+
+
 def block_ids(blocks: Any) -> list[int]:
     """The first group's table of a KVCacheBlocks or of what get_block_ids() gave."""
     ids = blocks.get_block_ids() if hasattr(blocks, "get_block_ids") else blocks

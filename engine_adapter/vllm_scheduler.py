@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.connect import connect
 from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
-from kvstore.engine_adapter.load_planner import Sizes
-from kvstore.engine_adapter.lookups import Lookups
-from kvstore.engine_adapter.plan_records import Policy
-from kvstore.engine_adapter.planner import Planner
-from kvstore.engine_adapter.save_planner import PINNED_SHARE_MAX
-from kvstore.engine_adapter.transfer_plan import StepPlan
+from kvstore.engine_adapter.load_planner import (
+    LOST_LEASE,
+    TOO_SLOW_DISK,
+    TOO_SLOW_LOOKUP,
+    Sizes,
+)
+from kvstore.engine_adapter.lookups import UNREACHABLE, Lookups
+from kvstore.engine_adapter.plan_records import Policy, Room
+from kvstore.engine_adapter.planner import PAUSE, Planner
+from kvstore.engine_adapter.save_planner import IN_PROGRESS, LIMIT, PINNED_SHARE_MAX, PRESENT
+from kvstore.engine_adapter.transfer_plan import CANCELLED, StepPlan
+from kvstore.engine_adapter.vllm_events import PageEvents
 from kvstore.engine_adapter.vllm_identity import (
     VllmRequestView,
     adapter_digest,
@@ -40,10 +46,14 @@ if TYPE_CHECKING:
 
 IDLE_WAIT_S = 0.005
 LOADING_WAIT_S = 0.002  # workers tell only in a step that their load is done
-LONG_IDLE_WAIT_S = 0.015  # once a request has been waited for longer than LONG_S
-LONG_S = 0.1
+# What is slow is looked at less often, up to so long: others that come meanwhile wait as long.
+IDLE_WAIT_S_MAX, IDLE_WAIT_SHARE = 0.05, 0.1
 ATTACH_WAIT_S = 1.0  # a request waits so long for the workers to attach, when they are about to
 ATTACH_S_MAX = 5.0
+SAY_AGAIN_S = 600.0
+# Reasons not to load that an operator wants to know of, and answers to a reservation that are none.
+TROUBLE = frozenset({TOO_SLOW_DISK, TOO_SLOW_LOOKUP, LOST_LEASE, PAUSE})
+ORDINARY = frozenset({"", PRESENT, IN_PROGRESS, LIMIT, UNREACHABLE})
 OPTIONS = frozenset({"load", "store", "pin_ttl_s", "session", "session_end"})
 
 _log = logging.getLogger("kvstore.vllm")
@@ -89,8 +99,10 @@ class VllmScheduler:
         role = str(getattr(vllm_config.kv_transfer_config, "kv_role", "kv_both"))
         self._may_load = settings.load is not LoadMode.NEVER and role != "kv_producer"
         self._may_save = settings.save and role != "kv_consumer"
+        sizes = Sizes(self.page_tokens, facts.block_tokens, self._ranks)
+        self._events = PageEvents(vllm_config, sizes)
         self.planner = Planner(
-            Sizes(self.page_tokens, facts.block_tokens, self._ranks),
+            sizes,
             self.lookups,
             self.blocks,
             self.choice,
@@ -102,6 +114,7 @@ class VllmScheduler:
         self._marks: dict[str, str] = {}
         self._adapters: dict[str, str] = {}  # path -> digest; "" while it is read
         self._off = ""
+        self._was_lost = False
         self._spec_known = threading.Event()
         self._store: Any = None
         self._last_scheduled, self._has_waited = 0, False
@@ -110,7 +123,7 @@ class VllmScheduler:
         self._admitted: set[str] = set()  # since the last step: what was preempted came back
         self._counts: dict[str, float] = {}
         self._told: dict[str, float] = {}
-        self._warned: set[str] = set()
+        self._warned_s: dict[str, float] = {}
         self._waiting_s: dict[str, float] = {}
         self._starter = threading.Thread(target=self._start, name="kvstore-start", daemon=True)
         self._starter.start()
@@ -141,7 +154,8 @@ class VllmScheduler:
         if answer[0] is None and not self._last_scheduled and not self._has_waited:
             self._has_waited = True  # once a step, however many requests wait
             waited_s = time.monotonic() - self._waiting_s.setdefault(name, time.monotonic())
-            self.lookups.wait(LONG_IDLE_WAIT_S if waited_s > LONG_S else IDLE_WAIT_S)
+            longer_s = min(IDLE_WAIT_SHARE * waited_s, IDLE_WAIT_S_MAX)
+            self.lookups.wait(max(IDLE_WAIT_S, longer_s))
             self._follow()
             answer = self._answer(name, local_tokens)
         return answer
@@ -192,6 +206,9 @@ class VllmScheduler:
         """What the workers did."""
         self._follow()
         self._attached.update(report.attached_epoch)
+        for load in report.loads:
+            if not load.ok and load.reason != CANCELLED:
+                self._warn(f"a load failed, its tokens are computed instead: {load.reason}")
         # A rank's failures are its jobs', which the planner counts once for all ranks.
         own = {"loads_failed", "saves_failed"}
         self._add(**{name: each for name, each in report.counters.items() if name not in own})
@@ -206,6 +223,7 @@ class VllmScheduler:
             self._measure([name], time.monotonic())
             self._prefills.pop(name, None)
         self._requests.pop(name, None)
+        self._events.leave(request)
         if not self.planner.knows(name):
             return None
         status = getattr(request.status, "name", str(request.status))
@@ -216,6 +234,8 @@ class VllmScheduler:
             well=status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"),
             now=time.monotonic(),
         )
+        if reuse.reason in TROUBLE and self._epoch:
+            self._warn(f"a prompt was computed that is stored: {reuse.reason}")
         answer = {
             "reused_tokens": reuse.tokens,
             "reused_disk_tokens": reuse.disk_tokens,
@@ -246,6 +266,10 @@ class VllmScheduler:
                 now[name] = now.get(name, 0) + amount
         grown, self._told = changes(now, self._told), now
         return KVStoreStats(data=grown) if grown else None
+
+    def take_events(self) -> list[Any]:
+        """What was stored, for vLLM's KV events; none if these are off."""
+        return self._events.take()
 
     def count_error(self) -> None:
         """A hook failed and was degraded."""
@@ -279,6 +303,7 @@ class VllmScheduler:
             if self._off:
                 session.close()
                 return
+            self._was_lost = not session.is_open
             self.lookups.use(session)
             self.lookups.ask_grant(self._ranks)
             _log.info(
@@ -304,13 +329,28 @@ class VllmScheduler:
         if epoch != self._epoch:
             if self._epoch:
                 self.planner.lost_store(now)
+            self._say_who_answers(epoch)
             self._epoch, self._epoch_s, self._asked_grant_s = epoch, now, -ATTACH_WAIT_S
         if epoch and not self._is_attached() and now - self._asked_grant_s >= ATTACH_WAIT_S:
             self._asked_grant_s = now
             self.lookups.ask_grant(self._ranks)
         for event in self.lookups.drain(epoch):
+            if isinstance(event, Room) and not event.offsets and event.reason not in ORDINARY:
+                self._warn(f"not saved, the store has no room: {event.reason}")
             self.planner.event(event, now)
+        self._events.note(self.planner.published, self._requests)
         self.planner.published.clear()
+        if not self.planner.saves_left:
+            self._events.forget_gone()
+
+    def _say_who_answers(self, epoch: int) -> None:
+        """One line when the server goes, one when it is there that was not."""
+        if self._epoch and not self._off:
+            _log.warning("the server of %s has gone: misses until one answers", self.settings.store)
+            self._was_lost = True
+        if epoch and self._was_lost:
+            _log.info("the server of %s answers now", self.settings.store)
+            self._was_lost = False
 
     def _is_attaching(self, now: float) -> bool:
         """Whether the workers are about to attach to the memory of a session that has begun."""
@@ -431,6 +471,7 @@ class VllmScheduler:
             self._counts[name] = self._counts.get(name, 0) + amount
 
     def _warn(self, line: str) -> None:
-        if line not in self._warned and len(self._warned) < 100:
-            self._warned.add(line)
-            _log.warning("%s (said once)", line)
+        now = time.monotonic()
+        if now - self._warned_s.get(line, -SAY_AGAIN_S) >= SAY_AGAIN_S and len(self._warned_s) < 99:
+            self._warned_s[line] = now
+            _log.warning("%s (said once in %d minutes)", line, SAY_AGAIN_S / 60)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvstore.engine_adapter.load_choice import LoadMode
+from kvstore.engine_adapter.load_choice import LOOKUP_S_ALWAYS, LoadMode
 from kvstore.errors import ConfigError
 from kvstore.server_address import parse_address
 
@@ -38,7 +38,8 @@ class VllmSettings(BaseModel):
         """For kvstore.connect.connect()."""
         named = {"host_bytes": self.host_bytes, "disk_bytes": self.disk_bytes}
         given: dict[str, Any] = {name: each for name, each in named.items() if each is not None}
-        given["lookup_deadline_s"] = LOOKUP_S  # in a thread; the planner waits less
+        # In a thread; the planner waits less.
+        given["lookup_deadline_s"] = LOOKUP_S_ALWAYS if self.load is LoadMode.ALWAYS else LOOKUP_S
         if self.server_uid is not None:
             given["server_uid"] = self.server_uid
         if self.private_server is not None:

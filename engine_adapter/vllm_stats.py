@@ -27,6 +27,8 @@ COUNTERS = {
     "store_errors": "Calls to the store that failed in an unexpected way.",
     "hook_errors": "Errors in this plug-in, each turned into a miss.",
 }
+# Only ever grows, by what is told: in /metrics a gauge, as that is what it is.
+GAUGES = {"pinned_blocks_peak": "The most blocks that were pinned at a time until they are saved."}
 
 
 class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
@@ -62,7 +64,8 @@ class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            name: self._by_engine(name, text, labelnames) for name, text in COUNTERS.items()
+            name: self._by_engine(name, text, labelnames)
+            for name, text in (COUNTERS | GAUGES).items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -73,9 +76,8 @@ class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter.inc(amount)
 
     def _by_engine(self, name: str, text: str, labelnames: list[str]) -> dict[int, Any]:
-        counter = self._counter_cls(
-            name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
-        )
+        kind = self._gauge_cls if name in GAUGES else self._counter_cls
+        counter = kind(name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames)
         values = self.per_engine_labelvalues
         return {engine: counter.labels(*labels) for engine, labels in values.items()}
 

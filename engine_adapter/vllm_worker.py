@@ -25,6 +25,7 @@ from kvstore.engine_adapter.block_regions import (
     find_regions,
 )
 from kvstore.engine_adapter.transfer_plan import (
+    CANCELLED,
     SKIP_BLOCK,
     LoadDone,
     SaveDone,
@@ -231,7 +232,7 @@ class VllmWorker:
         try:
             for number, page in enumerate(load.job.pages):
                 if load.cancelled:
-                    return number, copied, "cancelled"
+                    return number, copied, CANCELLED
                 if time.monotonic() > load.until_s:
                     return number, copied, "deadline"
                 try:

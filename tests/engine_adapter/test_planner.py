@@ -74,8 +74,10 @@ class Pool:
             self.pinned.remove(block)
 
 
-def planner(*, sync: bool = False, pins: int = 100, ranks: int = 1) -> tuple[Planner, Store, Pool]:
-    choice = LoadChoice(LoadMode.ALWAYS, 1 << 20, PAGE)
+def planner(
+    *, sync: bool = False, pins: int = 100, ranks: int = 1, mode: LoadMode = LoadMode.ALWAYS
+) -> tuple[Planner, Store, Pool]:
+    choice = LoadChoice(mode, 1 << 20, PAGE)
     choice.copy_bytes_a_second = 1e12 if sync else 1.0
     store, pool = Store(), Pool()
     made = Planner(Sizes(PAGE, BLOCK, ranks), store, pool, choice, pinned_blocks_max=pins)
@@ -92,7 +94,7 @@ def test_a_request_is_looked_up_when_it_arrives_and_asked_again_until_the_answer
 
 
 def test_a_look_up_that_takes_too_long_is_a_miss_and_still_good_later() -> None:
-    made, _, _ = planner()
+    made, _, _ = planner(mode=LoadMode.AUTO)
     made.arrive(Request("a", 20), Policy())
     assert made.match("a", 0, 10.0).tokens is None
     assert made.match("a", 0, 10.09).tokens is None
@@ -103,6 +105,14 @@ def test_a_look_up_that_takes_too_long_is_a_miss_and_still_good_later() -> None:
     made.arrive(Request("b", 20), Policy())
     assert made.match("b", 0, 10.0).tokens is None
     assert made.match("b", 0, 10.03).tokens == 0
+
+
+def test_who_always_loads_waits_longer_for_a_look_up_but_not_for_ever() -> None:
+    made, _, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    assert made.match("a", 0, 10.0).tokens is None
+    assert made.match("a", 0, 10.9).tokens is None
+    assert made.match("a", 0, 11.1).tokens == 0
 
 
 def test_a_sync_hit_leaves_a_token_to_compute_and_an_async_one_may_be_whole() -> None:
@@ -382,3 +392,73 @@ def test_a_preemption_in_the_step_of_a_sync_load_keeps_the_lease() -> None:
     made.report(WorkerReport(loads=(LoadDone(job.job, "a", True),)), 0.0)
     assert ("release", 1) in store.calls
     made.check()
+
+
+def test_a_page_that_the_block_table_does_not_reach_is_saved_once_it_does() -> None:
+    made, store, pool = planner()
+    made.arrive(Request("a", 16), Policy(load=False))
+    made.allocated("a", [5, 6, 7], 0)
+    made.step("a", [5, 6, 7], 0, 16, 0.0)
+    assert store.calls == [("reserve", 1, 1)], "the second page has one block of two"
+    assert pool.pinned == [5, 6]
+    saved(made, 1, 0, 1)
+    made.step("a", [5, 6, 7, 8], 16, 1, 0.1)
+    assert store.calls[-1] == ("reserve", 2, 2)
+
+
+def test_a_second_allocation_while_it_loads_changes_nothing() -> None:
+    made, store, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    assert made.match("a", 0, 0.0).is_async
+    made.allocated("a", [5, 6, 7, 8, 9], 16)
+    made.allocated("a", [5, 6, 7, 8, 9], 0)
+    assert ("release", 1) not in store.calls, "the load reads under this lease"
+    [job] = made.take(0.0).loads
+    assert made.match("a", 0, 0.0).tokens == 0, "it still loads"
+    made.report(WorkerReport(loads=(LoadDone(job.job, "a", ok=True),)), 0.1)
+    assert store.calls[-1] == ("release", 1)
+
+
+def test_a_load_is_over_when_all_ranks_have_answered_and_good_only_if_all_are() -> None:
+    for second, reused in ((True, 16), (False, 0)):
+        made, store, _ = planner(ranks=2)
+        made.arrive(Request("a", 20), Policy())
+        made.event(Found(1, 2, 2), 0.0)
+        made.match("a", 0, 0.0)
+        made.allocated("a", [5, 6, 7, 8, 9], 16)
+        [job] = made.take(0.0).loads
+        made.report(WorkerReport(loads=(LoadDone(job.job, "a", ok=True),)), 0.1)
+        assert ("release", 1) not in store.calls, "the other rank still reads"
+        assert made.is_loading
+        made.report(WorkerReport(loads=(LoadDone(job.job, "a", ok=second),)), 0.2)
+        assert ("release", 1) in store.calls
+        assert not made.is_loading
+        assert made.finished("a", None, 0, well=False, now=0.3).tokens == reused
+
+
+def test_a_pin_frees_a_block_soon_only_when_its_request_has_left_it() -> None:
+    for leave in ("preempted", "finished"):
+        made, _, pool = planner()
+        made.arrive(Request("a", 16), Policy(load=False))
+        made.allocated("a", [5, 6, 7, 8], 0)
+        made.step("a", [5, 6, 7, 8], 0, 16, 0.0)
+        assert pool.pinned
+        assert not made.frees_soon, "the request has them too"
+        if leave == "preempted":
+            made.preempted("a")
+        else:
+            made.finished("a", None, 16, well=True, now=0.1)
+        assert made.frees_soon
+
+
+def test_pages_that_a_disk_did_not_bring_in_time_are_told_from_a_miss() -> None:
+    for found, reason in (
+        (Found(1, 2, 0, late=True), "the disk took too long"),
+        (Found(1, 0, 0), "miss"),
+    ):
+        made, _, _ = planner()
+        made.arrive(Request("a", 20), Policy())
+        made.event(found, 0.0)
+        assert made.match("a", 0, 0.0).tokens == 0
+        assert made.finished("a", None, 0, well=False, now=0.1).reason == reason

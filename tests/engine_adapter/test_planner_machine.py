@@ -71,6 +71,7 @@ class FakeStore:
         self.staged: dict[int, list[int]] = {}  # by staging offset
         self.offsets: dict[int, list[int]] = {}
         self.committing: set[int] = set()
+        self.lost_rooms: set[int] = set()  # of a server that has gone; asked or given
         self.next_offset = 0
         self.max_room = 8
 
@@ -120,10 +121,21 @@ class FakeStore:
         self.reserving[job] = tokens_of(chain)
 
     def pending(self) -> set[tuple[int, ...]]:
-        return {name for names in self.rooms.values() for name in names}
+        rooms = {job: names for job, names in self.rooms.items() if job not in self.lost_rooms}
+        return {name for names in rooms.values() for name in names}
+
+    def lose(self) -> None:
+        """Another server answers: it has what was published, on disk, and knows of nobody."""
+        self.generation += 1
+        self.leases = {ticket: [] for ticket in self.leases}
+        self.lost_rooms |= {*self.rooms, *self.reserving}
+        self.on_disk = set(self.pages)
 
     def make_room(self, job: int, reason: str) -> Room:
         tokens = self.reserving.pop(job)
+        if job in self.lost_rooms:
+            self.lost_rooms.discard(job)
+            return Room(job, reason="unreachable")
         names = [tokens[: (i + 1) * PAGE] for i in range(len(tokens) // PAGE)]
         start = next((i for i, name in enumerate(names) if name not in self.pages), len(names))
         if start == len(names):
@@ -152,6 +164,11 @@ class FakeStore:
     def publish(self, job: int) -> Committed:
         self.committing.discard(job)
         names, offsets = self.rooms.pop(job), self.offsets.pop(job)
+        if job in self.lost_rooms:
+            self.lost_rooms.discard(job)
+            for offset in offsets:
+                del self.staged[offset]
+            return Committed(job, 0, "unreachable")
         for name, offset in zip(names, offsets, strict=True):
             page = self.staged.pop(offset)
             assert page == right_kv(list(name))[-PAGE:], f"wrong bytes published for {name}"
@@ -160,7 +177,8 @@ class FakeStore:
         return Committed(job, len(names))
 
     def abort(self, job: int) -> None:
-        self.rooms.pop(job, None)
+        if self.rooms.pop(job, None) is not None:
+            self.lost_rooms.discard(job)
         for offset in self.offsets.pop(job, []):
             del self.staged[offset]  # a worker that still writes there would fail
 
@@ -248,6 +266,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.gone: dict[str, Request] = {}  # aborted while loading: their blocks come back later
         self.loading: list[LoadJob] = []
         self.copying: list[Copying] = []
+        # Answers to sync loads that come after the next step was planned, as async scheduling does.
+        self.late: list[tuple[WorkerReport, set[int]]] = []
+        self.doubtful: set[int] = set()
         self.numbers = 0
         self.now = 0.0
 
@@ -276,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def finish(self, pick: int) -> None:
         request = self.pick(pick, "running")
-        if request.computed >= 1:
+        if request.computed >= 1 and not self.is_doubtful(request):
             self.leave(request, well=True)
 
     @precondition(lambda self: any(r.status == "running" for r in self.requests.values()))
@@ -284,7 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stream_more_input(self, pick: int, more: list[int]) -> None:
         """What was not computed is thrown away, and other tokens follow."""
         request = self.pick(pick, "running")
-        request.tokens = request.tokens[: request.computed] + more
+        if not self.is_doubtful(request):
+            request.tokens = request.tokens[: request.computed] + more
 
     # What the scheduler does
 
@@ -294,11 +316,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         accepted=st.integers(0, 3),
         no_blocks=st.booleans(),
         sync=st.booleans(),
+        lag=st.booleans(),
         wait_s=st.sampled_from([0.0, 0.001, 0.03, 3.0]),
     )
     def step(
-        self, chunk: int, drafts: int, accepted: int, no_blocks: bool, sync: bool, wait_s: float
+        self,
+        chunk: int,
+        drafts: int,
+        accepted: int,
+        no_blocks: bool,
+        sync: bool,
+        lag: bool,
+        wait_s: float,
     ) -> None:
+        late, self.late = self.late, []
+        self.doubtful = {block for _, failed in late for block in failed}
         self.now += wait_s
         self.choice.copy_bytes_a_second = 1e12 if sync else 1e6
         scheduled: dict[str, int] = {}
@@ -315,8 +347,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.requests[name]
             self.planner.step(name, request.blocks, request.computed, count, self.now)
         jobs = self.planner.take(self.now)
-        assert not set(jobs.cancelled) - {job.job for job in (*self.loading, *jobs.loads)}
-        self.run_workers(jobs, scheduled, accepted)
+        answered = {done.job for report, _ in late for done in report.loads}
+        known = answered | {job.job for job in (*self.loading, *jobs.loads)}
+        assert not set(jobs.cancelled) - known
+        self.run_workers(jobs, scheduled, accepted, lag=lag)
+        self.doubtful = set()
+        for report, failed in late:
+            self.settle(report, failed)
 
     def admit(
         self, request: Request, chunk: int, no_blocks: bool, scheduled: dict[str, int]
@@ -379,7 +416,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # What workers do
 
-    def run_workers(self, jobs: object, scheduled: dict[str, int], accepted: int) -> None:
+    def run_workers(
+        self, jobs: object, scheduled: dict[str, int], accepted: int, *, lag: bool = False
+    ) -> None:
         loads, saves = jobs.loads, jobs.saves  # type: ignore[attr-defined]
         report = WorkerReport()
         failed: set[int] = set()
@@ -394,9 +433,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.forward(self.requests[name], count)
         self.copying += [Copying(job) for job in saves]
         for name, count in scheduled.items():
-            self.sample(self.requests[name], count, accepted, failed)
+            self.sample(self.requests[name], count, accepted, failed | self.doubtful)
+        if lag:
+            self.late.append((report, failed))
+        else:
+            self.settle(report, failed)
+
+    def settle(self, report: WorkerReport, failed: set[int]) -> None:
         self.invalid(failed)
         self.planner.report(report, self.now)
+
+    def is_doubtful(self, request: Request) -> bool:
+        """Whether the engine has yet to hear that some of its blocks were not loaded."""
+        failed = {block for _, blocks in self.late for block in blocks}
+        return not failed.isdisjoint(request.blocks)
 
     def forward(self, request: Request, count: int) -> None:
         for at in range(request.computed, request.computed + count):
@@ -544,6 +594,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.store.on_disk.discard(name)
 
     @rule()
+    def server_lost(self) -> None:
+        self.store.lose()
+        self.planner.lost_store(self.now)
+
+    @rule()
     def reset(self) -> None:
         self.planner.reset(self.now)
         assert self.pool.pinned == 0
@@ -559,13 +614,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_computed_is_right(self) -> None:
         for request in self.requests.values():
-            if request.status == "running" and request.computed:
+            if request.status == "running" and request.computed and not self.is_doubtful(request):
                 right = right_kv(request.tokens[: request.computed])
                 have = [self.kv_at(request, at) for at in range(request.computed)]
                 assert have == right, request
 
     def teardown(self) -> None:
         """Everything ends: nothing may be left anywhere."""
+        for report, failed in self.late:
+            self.settle(report, failed)
         for request in [*self.requests.values()]:
             self.leave(request, well=False)
         for _ in range(400):

@@ -29,6 +29,10 @@ class FullAttentionSpec:
     item_bytes: int = 2
 
     @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
     def content(self) -> int:
         return 2 * self.head_size
 

@@ -1,0 +1,245 @@
+"""The connector's hooks in the order of an engine's steps, with stand-ins for vLLM's classes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from server_process import ServerProcess
+
+pytest.importorskip("torch", reason="KV caches are tensors")
+
+from fake_vllm import KVConnectorRole, StepLoop, install, make_request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow  # each starts a session with a server
+
+BLOCK, PAGE = 8, 16
+PROMPT = list(range(100, 140))  # two pages and a half
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("connector") / "store") as server:
+        yield server.start()
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = install(monkeypatch)
+    regions = made.facts_from_config
+    monkeypatch.setattr(
+        made,
+        "facts_from_config",
+        lambda vllm_config, config: regions(
+            vllm_config, config, inside=lambda config, spec: "STANDIN"
+        ),
+    )
+    return made
+
+
+@pytest.fixture
+def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
+    made: list[StepLoop] = []
+
+    def make(version: str = "1", events: bool = False, **extra: Any) -> StepLoop:
+        settings = {
+            "store": server.address,
+            "load": "always",
+            "weights_version": version,
+            "page_tokens": PAGE,
+            "start_wait_s": 20.0,
+        }
+        made.append(StepLoop(module, settings | extra, events=events))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def bytes_of(engine: StepLoop, blocks: list[int]) -> bytes:
+    return b"".join(
+        tensor.numpy()[block].tobytes()
+        for tensor in engine.cache.kv_caches.values()
+        for block in blocks
+    )
+
+
+def attached(engine: StepLoop) -> StepLoop:
+    """Once its worker has the server's memory."""
+    engine.idle()
+    assert engine.match(make_request([1] * (PAGE + 1))) == (0, False)
+    return engine
+
+
+def stored(engine: StepLoop, prompt: list[int], blocks: list[int]) -> Any:
+    """A request that is computed and saved; what the client is told."""
+    request = make_request(prompt)
+    engine.scheduler.on_new_request(request)
+    assert engine.match(request) == (0, False)
+    engine.compute(request, blocks)
+    told = engine.scheduler.request_finished(request, blocks)
+    engine.idle()
+    assert engine.pool.pinned == 0
+    return told
+
+
+def test_what_one_engine_computed_another_loads_byte_for_byte(engines: Any) -> None:
+    first, second = attached(engines("a")), attached(engines("a"))
+    delays, told = stored(first, PROMPT, [1, 2, 3, 4, 5])
+    assert not delays
+    assert told["kvstore"]["reused_tokens"] == 0
+    request = make_request(PROMPT)
+    second.scheduler.on_new_request(request)
+    tokens, is_async = second.match(request)
+    assert (tokens, is_async) == (2 * PAGE, False)
+    blocks = [11, 12, 13, 14, 15]
+    second.compute(request, blocks, external=tokens)
+    assert bytes_of(second, blocks[:4]) == bytes_of(first, [1, 2, 3, 4])
+    assert not second.bad_blocks
+    sources = second.scheduler.get_external_cache_hit_sources(request, tokens)
+    assert sum(sources.values()) == tokens
+    _, told = second.scheduler.request_finished(request, blocks)
+    assert told["kvstore"]["reused_tokens"] == 2 * PAGE
+
+
+def test_a_slow_copy_is_loaded_beside_the_steps_and_reported_once(engines: Any) -> None:
+    engine = attached(engines("b"))
+    stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    engine.scheduler._scheduler.choice.copy_bytes_a_second = 1.0
+    request = make_request(PROMPT)
+    engine.scheduler.on_new_request(request)
+    tokens, is_async = engine.match(request)
+    assert (tokens, is_async) == (2 * PAGE, True)
+    blocks = [11, 12, 13, 14]
+    engine.scheduler.update_state_after_alloc(request, (blocks,), tokens)
+    received: list[str] = []
+    while engine.scheduler.has_pending_push_work():
+        received += engine.step()
+    assert received == [request.request_id]
+    assert bytes_of(engine, blocks) == bytes_of(engine, [1, 2, 3, 4])
+
+
+def test_an_engine_of_other_weights_and_a_request_of_another_salt_find_nothing(
+    engines: Any,
+) -> None:
+    first, other = attached(engines("c")), attached(engines("d"))
+    stored(first, PROMPT, [1, 2, 3, 4, 5])
+    for engine, request, expected in (
+        (other, make_request(PROMPT), 0),
+        (first, make_request(PROMPT, cache_salt="x"), 0),
+        (first, make_request(PROMPT), 2 * PAGE),
+    ):
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request)[0] == expected
+
+
+def test_two_images_behind_the_same_placeholder_find_nothing_of_each_other(engines: Any) -> None:
+    from types import SimpleNamespace
+
+    def with_image(name: str) -> Any:
+        place = SimpleNamespace(offset=4, length=6)
+        return make_request(
+            PROMPT, mm_features=[SimpleNamespace(identifier=name, mm_position=place)]
+        )
+
+    engine = attached(engines("e"))
+    cat = with_image("cat")
+    engine.scheduler.on_new_request(cat)
+    assert engine.match(cat)[0] == 0
+    engine.compute(cat, [1, 2, 3, 4, 5])
+    engine.scheduler.request_finished(cat, [1, 2, 3, 4, 5])
+    engine.idle()
+    for request, expected in (
+        (with_image("dog"), 0),
+        (make_request(PROMPT), 0),
+        (with_image("cat"), 2 * PAGE),
+    ):
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request)[0] == expected
+
+
+def test_stored_blocks_become_events_under_the_engines_own_hashes(engines: Any) -> None:
+    engine = attached(engines("f", events=True))
+    stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    [event] = engine.scheduler.take_events()
+    assert event.told["block_hashes"] == [("int", bytes([number])) for number in range(4)]
+    assert event.told["parent_block_hash"] is None
+    assert event.told["token_ids"] == PROMPT[: 2 * PAGE]
+    assert (event.told["block_size"], event.told["medium"]) == (BLOCK, "STORAGE")
+    assert not engine.scheduler.take_events()
+    quiet = attached(engines("g"))
+    stored(quiet, PROMPT, [1, 2, 3, 4, 5])
+    assert not quiet.scheduler.take_events(), "vLLM's events are off"
+
+
+def test_a_reset_ignores_what_was_stored_and_deletes_nothing(engines: Any) -> None:
+    first, other = attached(engines("h")), attached(engines("h"))
+    stored(first, PROMPT, [1, 2, 3, 4, 5])
+    assert first.scheduler.reset_cache()
+    for engine, expected in ((first, 0), (other, 2 * PAGE)):
+        request = make_request(PROMPT)
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request)[0] == expected
+
+
+def test_the_failure_policy_becomes_recompute_unless_the_user_keeps_it(engines: Any) -> None:
+    assert engines("i").config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    kept = engines("i", keep_failure_policy=True)
+    assert kept.config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_a_hook_that_fails_is_a_miss_and_said_once(
+    engines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = attached(engines("j"))
+    with caplog.at_level(logging.ERROR, "kvstore.vllm"):
+        for _ in range(3):
+            assert engine.scheduler.get_num_new_matched_tokens(None, 0) == (0, False)
+            engine.scheduler.update_state_after_alloc(None, None, 8)
+            assert engine.scheduler.request_finished(None, []) == (False, None)
+    assert len(caplog.records) == 3, "one line for each hook"
+    assert engine.scheduler.get_kv_connector_stats().data["hook_errors"] == 9
+    assert stored(engine, PROMPT, [1, 2, 3, 4, 5])[1]["kvstore"]["reused_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ({"stroe": "x"}, "stroe"),
+        ({"store": "kvstore://host:1"}, "network"),
+        ({"page_tokens": 12}, "multiple"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_misses(
+    engines: Any, caplog: pytest.LogCaptureFixture, extra: dict[str, Any], word: str
+) -> None:
+    with caplog.at_level(logging.ERROR, "kvstore.vllm"):
+        engine = engines("k", **extra)
+    assert [word in record.getMessage() for record in caplog.records] == [True]
+    request = make_request(PROMPT)
+    engine.scheduler.on_new_request(request)
+    assert engine.match(request) == (0, False)
+    engine.compute(request, [1, 2, 3, 4, 5])
+    assert engine.scheduler.request_finished(request, []) == (False, None)
+    assert not engine.scheduler.has_pending_push_work()
+
+
+def test_pins_are_counted_at_their_peak_and_stay_under_a_tenth_of_the_pool(engines: Any) -> None:
+    engine = attached(engines("l"))
+    stored(engine, list(range(200, 200 + 6 * PAGE)), list(range(1, 13)))
+    counted = engine.scheduler.get_kv_connector_stats().data
+    assert 0 < counted["pinned_blocks_peak"] <= 4, "40 blocks in all"
+    assert counted["saves_over_pin_cap"] > 0
+
+
+def test_the_role_is_told_by_vllm_and_a_worker_plans_nothing(engines: Any) -> None:
+    engine = engines("m")
+    assert engine.worker.get_num_new_matched_tokens(make_request(PROMPT), 0) == (0, False)
+    assert engine.scheduler.get_finished(set()) == (None, None)
+    assert engine.module.KVStoreConnector.requires_kv_delivery.fget(engine.scheduler) is False
+    assert KVConnectorRole.WORKER is not KVConnectorRole.SCHEDULER
