@@ -14,6 +14,7 @@ from vllm_engines import (
     SERVER_FLAGS,
     ask,
     engine,
+    lines_with,
     local,
     needs_vllm,
     prompts,
@@ -114,6 +115,8 @@ def test_a_server_killed_during_a_load_costs_nothing_but_time(
         assert answer["reason"] == "length"
         server.start()
         assert same_answer(found_again(running, tokens), expected)
+    log = server.directory.with_name("engine.log")
+    assert len(lines_with(log, "has gone: misses until one answers")) == 4, "once for each"
 
 
 def test_a_corrupted_page_is_computed_instead(running: VllmEngine, server: ServerProcess) -> None:
@@ -167,3 +170,5 @@ def test_requests_that_are_aborted_at_random_leave_nothing_behind(
         lambda found: found["leases"] == 0 and found["service"]["reservations"] == 0,
     )
     assert found["service"]["matches"] == 0
+    peaks = [value for name, value in running.metrics().items() if "pinned_blocks_peak" in name]
+    assert 0 < max(peaks) <= 16, "a tenth of 160 blocks"
