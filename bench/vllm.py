@@ -35,7 +35,7 @@ from paired import PairedRatio, json_line, machine, paired_ratio
 
 from kvstore.client import ServerUnavailable
 from kvstore.connect import connect
-from kvstore.engine_adapter.demo_vllm_engine import VllmEngine
+from kvstore.engine_adapter.demo_vllm_engine import EngineError, VllmEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +137,9 @@ class Bench:
         """Each chat's turns come after all the others': vLLM alone has forgotten it by then."""
         size = self.size
         longest = size.turns * (size.turn_tokens + size.answer_tokens)
-        blocks = {"num_gpu_blocks_override": 2 * (-(-longest // BLOCK) + 1) + 1}
+        each = -(-longest // BLOCK) + 1
+        # vLLM wants room for one request of the greatest length, whatever is asked.
+        blocks = {"num_gpu_blocks_override": 2 * each + 1, "max_model_len": each * BLOCK}
         example = {
             "kv_transfer_config": {
                 **EXAMPLE,
@@ -147,34 +149,41 @@ class Bench:
         turns = [
             [self._prompt(size.turn_tokens) for _ in range(size.turns)] for _ in range(size.chats)
         ]
-        none = self._chats(None, turns, **blocks)
-        ours = self._chats(self.folder / "chat", turns, **blocks)
-        rows = {"vllm_chat_over_none": paired_ratio(ours, none)}
-        with contextlib.suppress(RuntimeError):
-            peer = self._chats(None, turns, **blocks, **example)
-            rows["vllm_chat_example_over_none"] = paired_ratio(peer, none)
+        with contextlib.ExitStack() as ends:
+            engines = {
+                "none": ends.enter_context(self._engine(None, **blocks)),
+                "ours": ends.enter_context(self._engine(self.folder / "chat", **blocks)),
+            }
+            with contextlib.suppress(EngineError):
+                engines["example"] = ends.enter_context(self._engine(None, **blocks, **example))
+            means = self._chats(engines, turns)
+        rows = {"vllm_chat_over_none": paired_ratio(means["ours"], means["none"])}
+        if "example" in means:
+            rows["vllm_chat_example_over_none"] = paired_ratio(means["example"], means["none"])
         return rows
 
     def _chats(
-        self, store: Path | None, turns: list[list[list[int]]], **engine: Any
-    ) -> list[float]:
-        """Mean TTFT of each turn over the chats, from the second turn on."""
-        means = []
-        with self._engine(store, **engine) as running:
-            histories: list[list[int]] = [[] for _ in turns]
-            for turn in range(self.size.turns):
-                found = []
-                for number, chat in enumerate(turns):
-                    histories[number] += chat[turn]
-                    request = {
-                        "tokens": histories[number],
-                        "max_tokens": self.size.answer_tokens,
-                    }
-                    [answer] = running.run([request])
-                    histories[number] += answer["tokens"]
-                    found.append(answer["ttft_s"])
-                if turn:
-                    means.append(sum(found) / len(found))
+        self, engines: dict[str, VllmEngine], turns: list[list[list[int]]]
+    ) -> dict[str, list[float]]:
+        """Mean TTFT of each turn over the chats, from the second turn on; by turns in all engines.
+
+        Each engine goes on with its own answers.
+        """
+        means: dict[str, list[float]] = {name: [] for name in engines}
+        histories: dict[str, list[list[int]]] = {name: [[] for _ in turns] for name in engines}
+        for turn in range(self.size.turns):
+            found: dict[str, list[float]] = {name: [] for name in engines}
+            for number, chat in enumerate(turns):
+                for name in [*engines] if number % 2 else [*engines][::-1]:
+                    history = histories[name][number]
+                    history += chat[turn]
+                    request = {"tokens": history, "max_tokens": self.size.answer_tokens}
+                    [answer] = engines[name].run([request])
+                    history += answer["tokens"]
+                    found[name].append(answer["ttft_s"])
+            if turn:
+                for name, each in found.items():
+                    means[name].append(sum(each) / len(each))
         return means
 
     @contextlib.contextmanager
