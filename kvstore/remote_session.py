@@ -2,8 +2,7 @@
 
 A thread keeps it open: it opens, listens to the server's heartbeat, and when the server is gone
 opens again, so that whoever comes first, engine or server, they find each other within a second.
-What was made with an earlier server process is never mixed with what comes from a later one: it
-hangs on its LiveSession, which is over.
+What an earlier server process gave is never mixed with a later one's: its LiveSession is over.
 """
 
 from __future__ import annotations
@@ -161,10 +160,9 @@ class RemoteSession:
     ) -> RemoteReservation:
         """Room for the pages of this prompt that nobody has stored or is storing.
 
-        See Session.reserve. It may be shorter than asked, with the reason "limit": commit it, then
-        reserve again for the rest. "unreachable": no server answers; "refused: ...": one does, and
-        not to this credential; "quota: ..." and "busy: ...": it has no more for this tenant, or for
-        anybody, just now.
+        See Session.reserve. With the reason "limit" it is shorter than asked: commit it, reserve
+        again. "unreachable": no server answers; "refused: ...": not to this credential; "quota: ..."
+        and "busy: ...": it has no more for this tenant, or for anybody, just now.
         """
         values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
@@ -173,12 +171,8 @@ class RemoteSession:
             return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
         self.give_back.hurry()
         with self._end_of(live, values, more) as part:
-            head = pb.ReserveRequest(
-                session=live.id,
-                extras=_extras(part.extras),
-                deadline_s=wait_s,
-                after_match=part.after,
-            )
+            head = pb.ReserveRequest(session=live.id, extras=_extras(part.extras))
+            head.deadline_s, head.after_match = wait_s, part.after
             request = with_tokens(head, part.tokens)
             reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S)
         if reply is None:
@@ -501,6 +495,4 @@ class RemoteSession:
 
 
 def _extras(extras: dict[int, bytes]) -> pb.Extras | None:
-    if not extras:
-        return None
-    return pb.Extras(page_index=list(extras), content=list(extras.values()))
+    return pb.Extras(page_index=list(extras), content=list(extras.values())) if extras else None

@@ -174,10 +174,10 @@ class Child:
         drop = StoreState.drop_subtree
         writer = self._writer
 
-        def drop_subtree(state: StoreState, page: int) -> bool:
+        def drop_subtree(state: StoreState, page: int, *why: Any) -> bool:
             pages = state.index.subtree(page).tolist()
             writer.note("D", [state.index.table.key_of(item).hex() for item in pages])
-            return drop(state, page)
+            return drop(state, page, *why)
 
         StoreState.drop_subtree = drop_subtree  # type: ignore[method-assign]
 
