@@ -160,9 +160,9 @@ class RemoteSession:
     ) -> RemoteReservation:
         """Room for the pages of this prompt that nobody has stored or is storing.
 
-        See Session.reserve. With the reason "limit" it is shorter than asked: commit it, reserve
-        again. "unreachable": no server answers; "refused: ...": not to this credential; "quota: ..."
-        and "busy: ...": it has no more for this tenant, or for anybody, just now.
+        See Session.reserve. With the reason "limit" it is shorter than asked: commit, reserve again.
+        "unreachable": no server answers; "refused: ...": not to this credential; "quota: ..." and
+        "busy: ...": it has no more for this tenant, or for anybody, just now.
         """
         values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
