@@ -160,7 +160,7 @@ class RemoteSession:
     ) -> RemoteReservation:
         """Room for the pages of this prompt that nobody has stored or is storing.
 
-        See Session.reserve. With the reason "limit" it is shorter than asked: commit, reserve again.
+        See Session.reserve. With the reason "limit" it is shorter than asked: commit, then again.
         "unreachable": no server answers; "refused: ...": not to this credential; "quota: ..." and
         "busy: ...": it has no more for this tenant, or for anybody, just now.
         """
