@@ -183,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, tenant: str, chain: tuple[int, ...]) -> None:
         self.sessions[tenant].unpin(tokens_of(chain))
 
-    @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS)
+    @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS.filter(bool))
     def evict_prefix(self, tenant: str, chain: tuple[int, ...]) -> None:
         root = self.store.root(SPEC.namespace, tenant)
         prefix = tokens_of(chain)[:-1]
