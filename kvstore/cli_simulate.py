@@ -68,7 +68,7 @@ def simulate(
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
 ) -> None:
-    """Replay a trace of requests: what would caches of these sizes and policies have hit?"""
+    """Replay a trace of requests; say what caches of these sizes and policies would have hit."""
     names = policy or ["lru", "csl", BOUND]
     for name in names:
         if name not in (*POLICIES, BOUND):
