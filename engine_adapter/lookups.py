@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LOOKUP_THREADS, STAGE_THREADS, SAVE_THREADS = 2, 4, 2
 RESERVE_S_MAX = 1.0  # its thread may wait; unanswered, it costs the session
 COMMIT_S_MAX = 10.0
+GRANT_S_MAX = 20.0  # older grants are thrown away: the server forgets theirs after 30
 UNREACHABLE = "unreachable"
 
 _log = logging.getLogger("kvstore.vllm")
@@ -71,11 +72,11 @@ class Lookups:
         self._session: Any = None
         self._lock = threading.Lock()
         self._events: deque[tuple[int, StoreEvent]] = deque()
-        self._grants: deque[Grant] = deque()
+        self._grants: deque[tuple[float, Grant]] = deque()  # when it was asked for
         self._news = threading.Event()
         self._tickets: dict[int, tuple[int, Any]] = {}  # epoch and match; None while it is asked
         self._rooms: dict[int, Any] = {}
-        self._grant_asked = 0
+        self._is_granting = False
         self._logged: set[str] = set()
         self.counters: Counter[str] = Counter()
         self._lookup_crew = Crew("lookup", LOOKUP_THREADS, self._failed)
@@ -94,15 +95,23 @@ class Lookups:
         return int(session.epoch) if session is not None else 0
 
     def ask_grant(self, ranks: int) -> None:
-        """Have tokens made with which the workers attach to the session's memory."""
+        """Have tokens made with which the workers attach to the session's memory, once each.
+
+        They are worth nothing after a while: ask again when workers have not attached.
+        """
         epoch = self.epoch
-        if epoch and epoch != self._grant_asked:
-            self._grant_asked = epoch
+        if epoch and not self._is_granting:
+            self._is_granting = True
             self._save_crew.do(lambda: self._get_grant(ranks, epoch))
 
     def take_grant(self) -> Grant | None:
-        """The newest grant that was not taken yet."""
-        return self._grants.popleft() if self._grants else None
+        """The newest grant that is still of use and was not taken yet."""
+        taken = None
+        while self._grants:
+            asked_s, grant = self._grants.popleft()
+            if grant.epoch == self.epoch and time.monotonic() - asked_s < GRANT_S_MAX:
+                taken = grant
+        return taken
 
     def wait(self, wait_s: float) -> None:
         """Until there is news, at most so long."""
@@ -257,13 +266,14 @@ class Lookups:
             self._post(self.epoch, Committed(job, pages, reason))
 
     def _get_grant(self, ranks: int, epoch: int) -> None:
-        session = self._session
-        made = session.attach_tokens(ranks) if session is not None else None
-        if made is None or made.epoch != epoch:
-            self._grant_asked = 0
-            return
-        self._grants.append(Grant(made.epoch, str(made.path), tuple(made.tokens)))
-        self._news.set()
+        session, asked_s = self._session, time.monotonic()
+        try:
+            made = session.attach_tokens(ranks) if session is not None else None
+        finally:
+            self._is_granting = False
+        if made is not None and made.epoch == epoch:
+            self._grants.append((asked_s, Grant(epoch, str(made.path), tuple(made.tokens))))
+            self._news.set()
 
     def _failed(self, what: str, error: Exception) -> None:
         self.counters["store_errors"] += 1

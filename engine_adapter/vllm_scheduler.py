@@ -50,6 +50,9 @@ LOADING_WAIT_S = 0.002  # workers tell only in a step that their load is done
 IDLE_WAIT_S_MAX, IDLE_WAIT_SHARE = 0.05, 0.1
 ATTACH_WAIT_S = 1.0  # a request waits so long for the workers to attach, when they are about to
 ATTACH_S_MAX = 5.0
+ATTACH_POLL_S = 0.005
+# Requests wait for so many attempts to attach; later ones get rarer.
+GRANTS_HOPED, GRANT_PAUSE_S, GRANT_PAUSE_S_MAX = 3, 0.25, 60.0
 SAY_AGAIN_S = 600.0
 # Reasons not to load that an operator wants to know of, and answers to a reservation that are none.
 TROUBLE = frozenset({TOO_SLOW_DISK, TOO_SLOW_LOOKUP, LOST_LEASE, PAUSE})
@@ -109,7 +112,8 @@ class VllmScheduler:
             pinned_blocks_max=max(page_blocks, int(kv_cache_config.num_blocks * PINNED_SHARE_MAX)),
         )
         self._epoch = 0  # of the session that plans are made for
-        self._epoch_s = self._asked_grant_s = 0.0
+        self._epoch_s = self._ask_grant_s = 0.0  # since when, and when to ask the next time
+        self._grants_sent = 0  # to the workers, in this epoch
         self._attached: dict[int, int] = {}  # rank -> epoch
         self._marks: dict[str, str] = {}
         self._adapters: dict[str, str] = {}  # path -> digest; "" while it is read
@@ -178,7 +182,9 @@ class VllmScheduler:
     def build_plan(self, output: Any) -> StepPlan:
         """What the workers do in this step; everything that waits for one goes along."""
         scheduled = int(output.total_num_scheduled_tokens)
-        if not scheduled and not self._waiting_s and self.planner.waits:
+        if not scheduled and self._waiting_s:
+            self.lookups.wait(ATTACH_POLL_S)
+        elif not scheduled and self.planner.waits:
             # Nothing to compute: don't spin for the store, nor much for the workers.
             self.lookups.wait(LOADING_WAIT_S if self.planner.is_loading else IDLE_WAIT_S)
         self._follow()
@@ -195,6 +201,9 @@ class VllmScheduler:
             self.planner.step(name, blocks, computed, count, now)
         jobs = self.planner.take(now)
         grant = self.lookups.take_grant()
+        if grant is not None:
+            pause_s = min(GRANT_PAUSE_S * 2**self._grants_sent, GRANT_PAUSE_S_MAX)
+            self._ask_grant_s, self._grants_sent = now + pause_s, self._grants_sent + 1
         return StepPlan(self._epoch, grant, jobs.loads, jobs.saves, jobs.cancelled)
 
     def bare_plan(self) -> StepPlan:
@@ -330,9 +339,9 @@ class VllmScheduler:
             if self._epoch:
                 self.planner.lost_store(now)
             self._say_who_answers(epoch)
-            self._epoch, self._epoch_s, self._asked_grant_s = epoch, now, -ATTACH_WAIT_S
-        if epoch and not self._is_attached() and now - self._asked_grant_s >= ATTACH_WAIT_S:
-            self._asked_grant_s = now
+            self._epoch, self._epoch_s, self._ask_grant_s, self._grants_sent = epoch, now, now, 0
+        if epoch and now >= self._ask_grant_s and not self._is_attached():
+            self._ask_grant_s = now + ATTACH_WAIT_S
             self.lookups.ask_grant(self._ranks)
         for event in self.lookups.drain(epoch):
             if isinstance(event, Room) and not event.offsets and event.reason not in ORDINARY:
@@ -367,7 +376,7 @@ class VllmScheduler:
             return 0, False
         if not self._is_attached():
             begin_s = self._waiting_s.setdefault(name, now)
-            hopeful = self._is_attaching(now) and now - begin_s < ATTACH_WAIT_S
+            hopeful = self._grants_sent < GRANTS_HOPED and now - begin_s < ATTACH_WAIT_S
             return (None if hopeful else 0), False
         answer = self.planner.match(name, local_tokens, now)
         return answer.tokens, answer.is_async

@@ -81,10 +81,13 @@ def test_pages_that_are_stored_need_no_room_and_an_abort_frees_it(lookups: Looku
     lookups.reserve(1, chain(2))
     assert answer(lookups, Room).start == 0
     lookups.abort(1)
-    deadline = time.monotonic() + 10
-    while lookups.held()["reservations"] and time.monotonic() < deadline:
-        lookups.wait(0.01)
-    store_pages(lookups, 2, 2)
+    assert lookups.held()["reservations"] == 0
+    deadline, room = time.monotonic() + 10, Room(0, 0, ())
+    while not room.offsets and time.monotonic() < deadline:  # the abort is on its way
+        lookups.reserve(2, chain(2))
+        room = answer(lookups, Room)
+    lookups.commit(2)
+    assert answer(lookups, Committed).pages == 2
     lookups.reserve(3, chain(2))
     assert answer(lookups, Room).reason == "present"
 
@@ -116,7 +119,9 @@ def test_what_a_lost_server_said_is_a_miss_once_another_answers(
 
 
 @pytest.mark.slow
-def test_workers_are_granted_the_memory_of_each_session_once(lookups: Lookups) -> None:
+def test_workers_are_granted_the_memory_of_a_session_while_it_is_of_use(
+    lookups: Lookups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grants: list[Any] = []
     deadline = time.monotonic() + 10
     while not grants and time.monotonic() < deadline:
@@ -125,8 +130,14 @@ def test_workers_are_granted_the_memory_of_each_session_once(lookups: Lookups) -
         grants += [grant for grant in [lookups.take_grant()] if grant is not None]
     assert len(grants[0].tokens) == 3
     assert grants[0].epoch == lookups.epoch
-    lookups.ask_grant(3)
-    assert lookups.take_grant() is None
+    assert lookups.take_grant() is None, "each once"
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.engine_adapter.lookups.GRANT_S_MAX", 0.0)
+        lookups.ask_grant(3)
+        while not lookups._grants and time.monotonic() < deadline:
+            lookups.wait(0.05)
+        assert lookups.take_grant() is None, "too old"
+    assert not lookups._grants
 
 
 def test_without_a_session_everything_is_a_miss() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +13,8 @@ from server_process import ServerProcess
 pytest.importorskip("torch", reason="KV caches are tensors")
 
 from fake_vllm import KVConnectorRole, StepLoop, install, make_request
+
+from kvstore.engine_adapter.lookups import GRANT_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,6 +239,25 @@ def test_pins_are_counted_at_their_peak_and_stay_under_a_tenth_of_the_pool(engin
     counted = engine.scheduler.get_kv_connector_stats().data
     assert 0 < counted["pinned_blocks_peak"] <= 4, "40 blocks in all"
     assert counted["saves_over_pin_cap"] > 0
+
+
+@pytest.mark.parametrize("aged_s", [0.0, GRANT_S_MAX])
+def test_a_grant_that_expired_while_the_engine_was_idle_is_made_anew(
+    engines: Any, aged_s: float
+) -> None:
+    engine = engines(f"n{aged_s}")
+    lookups = engine.scheduler._scheduler.lookups
+    deadline = time.monotonic() + 20
+    while not lookups._grants:
+        lookups.wait(0.05)
+        assert time.monotonic() < deadline, "no grant at start"
+    asked_s, grant = lookups._grants.popleft()
+    forgotten = tuple(bytes(len(token)) for token in grant.tokens)
+    lookups._grants.append((asked_s - aged_s, replace(grant, tokens=forgotten)))
+    stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    again = make_request([*PROMPT, 1])
+    engine.scheduler.on_new_request(again)
+    assert engine.match(again) == (2 * PAGE, False)
 
 
 def test_the_role_is_told_by_vllm_and_a_worker_plans_nothing(engines: Any) -> None:
