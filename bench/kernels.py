@@ -31,11 +31,11 @@ from kvstore.kernels.gather import gather
 from kvstore.kernels.jit import INTERPRETED
 from kvstore.kernels.paged_kv import PagedKv, TokenOrder
 from kvstore.kernels.quantize import dequantize, quantize
-from kvstore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from kvstore.kernels.quantized_page import QuantizedPage, Scheme
 from kvstore.kernels.rope import rotate
 from kvstore.kernels.scatter import scatter
 from kvstore.tiers.checksum import checksum
+from kvstore.tiers.codec import LOSSY_CODECS, KvShape
 from kvstore.tiers.device_tier import DeviceTier
 from kvstore.tiers.tier import PageRecord
 
@@ -191,12 +191,9 @@ def conversions(options: argparse.Namespace, device: str) -> dict[str, float]:
 
 
 def there_and_back(kv: PagedKv, ids: list[int], pages: torch.Tensor, scheme: Scheme) -> None:
-    if scheme is Scheme.FP8:
-        quantize_fp8(kv, ids, pages, 1)
-        dequantize_fp8(kv, ids, pages, 1)
-    else:
-        quantize(kv, ids, pages, 1, scheme)
-        dequantize(kv, ids, pages, 1, scheme)
+    codec = LOSSY_CODECS[scheme](KvShape("bfloat16", LAYERS, 2, HEADS, TOKENS, DIM))
+    quantize(kv, ids, pages, 1, scheme, codec)
+    dequantize(kv, ids, pages, 1, scheme, codec)
 
 
 def on_gpu(options: argparse.Namespace) -> dict[str, PairedRatio]:

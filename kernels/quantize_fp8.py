@@ -12,20 +12,17 @@ number that is not finite comes back as numbers that are not finite, or wrong.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from kvstore.kernels.jit import FP_OPTIONS, jit, launches_on, tl
-from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, addresses_of, check_reach, page_rows
-from kvstore.kernels.quantize import KINDS_OF_FLOAT, as_bits, as_float, tile_in_engine
+from kvstore.kernels.jit import jit, tl
+from kvstore.kernels.number_tile import as_bits, as_float, page_and_plane, tile_in_engine
+from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv
 from kvstore.kernels.quantized_page import QuantizedPage, Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 LARGEST = 448.0
 TILE_TOKENS = 32
@@ -34,7 +31,7 @@ TILE_TOKENS = 32
 def quantize_fp8_reference(
     kv: PagedKv, block_ids: Sequence[int], pages: Sequence[torch.Tensor], blocks_a_page: int
 ) -> None:
-    """What `quantize_fp8` does, plane by plane, in torch; also the way of CPU tensors."""
+    """What the kernel does, plane by plane, in torch."""
     shape = QuantizedPage.of(kv, Scheme.FP8, blocks_a_page)
     for number, page in enumerate(pages):
         ids = torch.as_tensor(block_ids[number * blocks_a_page : (number + 1) * blocks_a_page])
@@ -53,7 +50,7 @@ def quantize_fp8_reference(
 def dequantize_fp8_reference(
     kv: PagedKv, block_ids: Sequence[int], pages: Sequence[torch.Tensor], blocks_a_page: int
 ) -> None:
-    """What `dequantize_fp8` does, plane by plane, in torch; also the way of CPU tensors."""
+    """What the kernel does, plane by plane, in torch."""
     shape = QuantizedPage.of(kv, Scheme.FP8, blocks_a_page)
     for number, page in enumerate(pages):
         ids = torch.as_tensor(block_ids[number * blocks_a_page : (number + 1) * blocks_a_page])
@@ -111,16 +108,15 @@ def quantize_fp8_kernel(
     """One program: one head of one plane of one page, in two passes over its tokens."""
     number, plane, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel = tl.arange(0, DIM_PADDED)
-    blocks = addresses + PLANES + pages + number.to(tl.int64) * (PAGE_TOKENS // BLOCK_TOKENS)
+    blocks_a_page: tl.constexpr = PAGE_TOKENS // BLOCK_TOKENS
+    page, source, blocks = page_and_plane(addresses, pages, number, PLANES, blocks_a_page, WORD)
     strides = (stride_block, stride_head, stride_token)
-    source = tl.load(addresses + plane).to(tl.pointer_type(WORD))
-    page = tl.load(addresses + PLANES + number)
     largest = tl.full((TILE, DIM_PADDED), 0.0, tl.float32)
     for start in range(0, PAGE_TOKENS, TILE):
         token = start + tl.arange(0, TILE)
         counts = (token < PAGE_TOKENS)[:, None] & (channel < DIM)[None, :]
         near = tl.minimum(token, PAGE_TOKENS - 1)
-        at, _ = tile_in_engine(addresses, blocks, strides, near, channel, BLOCK_TOKENS)
+        at, _ = tile_in_engine(blocks, strides, near, channel, BLOCK_TOKENS)
         x = as_float(tl.load(source + at, mask=counts, other=0), KIND)
         largest = tl.maximum(largest, tl.abs(x))
     most = tl.full((1,), 0.0, tl.float32) + tl.max(tl.max(largest, 1), 0)
@@ -133,7 +129,7 @@ def quantize_fp8_kernel(
         token = start + tl.arange(0, TILE)
         counts = (token < PAGE_TOKENS)[:, None] & (channel < DIM)[None, :]
         near = tl.minimum(token, PAGE_TOKENS - 1)
-        at, _ = tile_in_engine(addresses, blocks, strides, near, channel, BLOCK_TOKENS)
+        at, _ = tile_in_engine(blocks, strides, near, channel, BLOCK_TOKENS)
         x = tl.div_rn(as_float(tl.load(source + at, mask=counts, other=0), KIND), safe)
         code = as_e4m3(tl.minimum(tl.maximum(x, -448.0), 448.0))
         row = (plane.to(tl.int64) * HEADS + head) * PAGE_TOKENS + token
@@ -161,98 +157,17 @@ def dequantize_fp8_kernel(
     """One program: one head of one plane of one page."""
     number, plane, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel = tl.arange(0, DIM_PADDED)
-    blocks = addresses + PLANES + pages + number.to(tl.int64) * (PAGE_TOKENS // BLOCK_TOKENS)
+    blocks_a_page: tl.constexpr = PAGE_TOKENS // BLOCK_TOKENS
+    page, target, blocks = page_and_plane(addresses, pages, number, PLANES, blocks_a_page, WORD)
     strides = (stride_block, stride_head, stride_token)
-    target = tl.load(addresses + plane).to(tl.pointer_type(WORD))
-    page = tl.load(addresses + PLANES + number)
     scale = tl.load((page + scales_at).to(tl.pointer_type(tl.float32)) + plane * HEADS + head)
     source = page.to(tl.pointer_type(tl.uint8))
     for start in range(0, PAGE_TOKENS, TILE):
         token = start + tl.arange(0, TILE)
         near = tl.minimum(token, PAGE_TOKENS - 1)
-        at, block = tile_in_engine(addresses, blocks, strides, near, channel, BLOCK_TOKENS)
+        at, block = tile_in_engine(blocks, strides, near, channel, BLOCK_TOKENS)
         counts = ((token < PAGE_TOKENS) & (block >= 0))[:, None] & (channel < DIM)[None, :]
         row = (plane.to(tl.int64) * HEADS + head) * PAGE_TOKENS + token
         place = source + row[:, None] * DIM + channel[None, :]
         x = of_e4m3(tl.load(place, mask=counts, other=0)) * scale
         tl.store(target + at, as_bits(x, KIND).to(WORD, bitcast=True), mask=counts)
-
-
-def quantize_fp8(
-    kv: PagedKv,
-    block_ids: Sequence[int] | NDArray[np.integer],
-    pages: torch.Tensor | Sequence[torch.Tensor],
-    blocks_a_page: int,
-) -> None:
-    """Fill fp8 pages from blocks; arguments, checks and streams are those of `quantize`."""
-    ids, rows = _check(kv, block_ids, pages, blocks_a_page)
-    if (ids == NO_BLOCK).any():
-        raise ValueError("a page is quantized from all its blocks; NO_BLOCK is among the ids")
-    if launches_on(kv.device, "quantize_fp8"):
-        check_reach(rows, kv.device)
-        launch_heads(quantize_fp8_kernel, kv, ids, rows, blocks_a_page)
-    else:
-        quantize_fp8_reference(kv, ids.tolist(), rows, blocks_a_page)
-
-
-def dequantize_fp8(
-    kv: PagedKv,
-    block_ids: Sequence[int] | NDArray[np.integer],
-    pages: torch.Tensor | Sequence[torch.Tensor],
-    blocks_a_page: int,
-) -> None:
-    """Fill blocks from fp8 pages; blocks of NO_BLOCK are left out. See `quantize`."""
-    ids, rows = _check(kv, block_ids, pages, blocks_a_page)
-    if launches_on(kv.device, "dequantize_fp8"):
-        check_reach(rows, kv.device)
-        launch_heads(dequantize_fp8_kernel, kv, ids, rows, blocks_a_page)
-    else:
-        dequantize_fp8_reference(kv, ids.tolist(), rows, blocks_a_page)
-
-
-def _check(
-    kv: PagedKv,
-    block_ids: Sequence[int] | NDArray[np.integer],
-    pages: torch.Tensor | Sequence[torch.Tensor],
-    blocks_a_page: int,
-) -> tuple[NDArray[np.int64], list[torch.Tensor]]:
-    ids = kv.check_ids(block_ids)
-    if blocks_a_page < 1 or len(ids) % blocks_a_page:
-        raise ValueError(f"{len(ids)} blocks make no whole pages of {blocks_a_page}")
-    shape = QuantizedPage.of(kv, Scheme.FP8, blocks_a_page)
-    return ids, page_rows(pages, shape.page_bytes, len(ids) // blocks_a_page)
-
-
-def launch_heads(
-    kernel: Any,
-    kv: PagedKv,
-    ids: NDArray[np.int64],
-    rows: Sequence[torch.Tensor],
-    blocks_a_page: int,
-) -> None:
-    """Queue one of the two kernels on the current stream of the KV's device."""
-    if not len(ids):
-        return
-    shape = QuantizedPage.of(kv, Scheme.FP8, blocks_a_page)
-    addresses = torch.cat([addresses_of(kv.planes), addresses_of(rows), torch.from_numpy(ids)])
-    if kv.device.type != "cpu":
-        addresses = addresses.pin_memory().to(kv.device, non_blocking=True)
-    if kernel is quantize_fp8_kernel:
-        for row in rows:
-            row[shape.planes * shape.plane_bytes : shape.scales_at] = 0
-    kernel[(len(rows), shape.planes, shape.heads)](
-        addresses,
-        len(rows),
-        *kv.planes[0].stride()[:3],
-        shape.scales_at,
-        PLANES=shape.planes,
-        HEADS=shape.heads,
-        PAGE_TOKENS=shape.tokens,
-        BLOCK_TOKENS=kv.block_tokens,
-        DIM=shape.dim,
-        DIM_PADDED=1 << (shape.dim - 1).bit_length(),
-        TILE=TILE_TOKENS,
-        KIND=KINDS_OF_FLOAT[kv.dtype],
-        WORD=tl.uint16 if kv.dtype.itemsize == 2 else tl.uint32,
-        **FP_OPTIONS,
-    )

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvstore.kernels.jit import FP_OPTIONS, jit, launches_on, tl
+from kvstore.kernels.number_tile import KINDS_OF_FLOAT, as_bits, as_float
 from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, addresses_of
-from kvstore.kernels.quantize import KINDS_OF_FLOAT, as_bits, as_float
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 
 from kvstore.kernels.gather import WORDS_A_PROGRAM, gather_kernel
 from kvstore.kernels.jit import FP_OPTIONS
-from kvstore.kernels.quantize import dequantize_kernel, quantize_kernel
 from kvstore.kernels.quantize_fp8 import TILE_TOKENS, dequantize_fp8_kernel, quantize_fp8_kernel
+from kvstore.kernels.quantize_int import dequantize_kernel, quantize_kernel
 from kvstore.kernels.rope import rotate_kernel
 from kvstore.kernels.scatter import scatter_kernel
 

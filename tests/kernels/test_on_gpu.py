@@ -16,10 +16,10 @@ from kvstore.kernels.gather import gather
 from kvstore.kernels.jit import INTERPRETED
 from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, TokenOrder
 from kvstore.kernels.quantize import dequantize, quantize
-from kvstore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from kvstore.kernels.quantized_page import QuantizedPage, Scheme
 from kvstore.kernels.rope import rotate
 from kvstore.kernels.scatter import scatter
+from kvstore.tiers.codec import LOSSY_CODECS, KvShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,16 +80,11 @@ def test_quantize_and_back(scheme: Scheme, dtype: torch.dtype) -> None:
     wanted = torch.zeros(3, shape.page_bytes, dtype=torch.uint8)
     pages, there, back, expected = wanted.cuda(), on_gpu(kv), empty_like(kv), empty_like(kv)
     back = on_gpu(back)
-    if scheme is Scheme.FP8:
-        quantize_fp8(kv, ids, wanted, 2)
-        quantize_fp8(there, ids, pages, 2)
-        dequantize_fp8(back, ids, pages, 2)
-        dequantize_fp8(expected, ids, wanted, 2)
-    else:
-        quantize(kv, ids, wanted, 2, scheme)
-        quantize(there, ids, pages, 2, scheme)
-        dequantize(back, ids, pages, 2, scheme)
-        dequantize(expected, ids, wanted, 2, scheme)
+    codec = LOSSY_CODECS[scheme](KvShape(str(dtype).removeprefix("torch."), 2, 2, 3, 32, 64))
+    quantize(kv, ids, wanted, 2, scheme, codec)
+    quantize(there, ids, pages, 2, scheme)
+    dequantize(back, ids, pages, 2, scheme)
+    dequantize(expected, ids, wanted, 2, scheme, codec)
     torch.cuda.synchronize()
     assert torch.equal(pages.cpu(), wanted)
     assert same_bits(on_cpu(back), expected)

@@ -18,16 +18,6 @@ def frequencies(pairs: int) -> torch.Tensor:
     return THETA ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
 
 
-def rotated(x: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [tokens, dim] turned to positions, in float64: what a model would compute, exactly."""
-    pairs = x.shape[1] // 2
-    angle = positions[:, None].double() * frequencies(pairs)
-    x = x.double()
-    a, b = (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, :pairs], x[:, pairs:])
-    turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
-    return torch.stack(turned, 2).flatten(1) if interleaved else torch.cat(turned, 1)
-
-
 def copy_of(kv: PagedKv) -> PagedKv:
     return PagedKv(tuple(plane.clone() for plane in kv.planes), kv.kinds)
 
@@ -52,19 +42,148 @@ def test_the_kernel_turns_as_the_reference_does(dtype: torch.dtype, interleaved:
             assert kv.kinds == 1 or torch.equal(plane, before)  # values stay
 
 
+SCALINGS: dict[str, dict[str, float | str]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 16.0, "original_max_position_embeddings": 4096},
+}
+
+
+def scaled(scaling: str, dim: int) -> tuple[torch.Tensor, float]:
+    """Radians a position, and what a model of this scaling multiplies its keys with."""
+    if scaling == "none":
+        return frequencies(dim // 2), 1.0
+    transformers = pytest.importorskip("transformers", reason="scalings as models have them")
+    config = transformers.LlamaConfig(
+        head_dim=dim,
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        max_position_embeddings=1 << 16,
+        rope_parameters={"rope_type": scaling, "rope_theta": THETA} | SCALINGS[scaling],
+    )
+    functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+    per_position, factor = functions[scaling](config, "cpu")
+    return per_position.double(), factor
+
+
+def pairs_of(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    half = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+
+
+def in_float64(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [..., tokens, dim] turned by angles [tokens, pairs]."""
+    a, b = pairs_of(x.double(), interleaved)
+    turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+def lengths(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The length of the pair that each number of x belongs to."""
+    size = torch.hypot(*pairs_of(x.double(), interleaved))
+    return torch.stack([size, size], -1).flatten(-2) if interleaved else torch.cat([size, size], -1)
+
+
+def as_plane(keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """[heads, tokens, dim] as [blocks, heads, tokens of a block, dim]."""
+    heads, _, dim = keys.shape
+    return (
+        keys.reshape(heads, -1, block_tokens, dim)
+        .transpose(0, 1)
+        .clone(memory_format=torch.contiguous_format)
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_turned_keys_are_those_of_the_new_position(dtype: torch.dtype, interleaved: bool) -> None:
-    """Within the two roundings to the dtype: half a unit each of a number of the pair's length."""
-    tokens, dim = 8, 16
-    plain = torch.randn(tokens, dim, generator=torch.Generator().manual_seed(2))
-    old, new = torch.arange(100, 108), torch.arange(5000, 5008)
-    blocks = rotated(plain, old, interleaved).to(dtype).reshape(2, 1, 4, dim)
-    kv = PagedKv((blocks, torch.zeros_like(blocks)), 2)
-    rotate(kv, [0, 1], old, new, frequencies(dim // 2), interleaved=interleaved)
-    wanted = rotated(plain, new, interleaved)
-    unit = torch.finfo(dtype).eps * plain.double().abs().max() * 1.5
-    assert (blocks.reshape(tokens, dim).double() - wanted).abs().max() <= unit
+@pytest.mark.parametrize("scaling", ["none", *SCALINGS])
+@pytest.mark.parametrize(
+    ("heads", "block_tokens", "dim", "first", "rotated"),
+    [(2, 4, 16, 0, 16), (3, 5, 22, 4, 10), (1, 7, 40, 34, 6), (1, 1, 2, 0, 2)],
+)
+def test_turned_keys_are_those_of_the_new_position(
+    dtype: torch.dtype,
+    interleaved: bool,
+    scaling: str,
+    heads: int,
+    block_tokens: int,
+    dim: int,
+    first: int,
+    rotated: int,
+) -> None:
+    """Exact to the dtype: within the roundings of the stored and of the turned key, half a unit of
+    the pair's length each, the first one on both numbers of a pair; and, of what is stored, nearly
+    always the nearest number there is. Odd sizes; channels that do not turn stay, bit for bit."""
+    blocks = 3
+    per_position, factor = scaled(scaling, rotated)
+    generator = torch.Generator().manual_seed(heads * dim)
+    plain = torch.randn(heads, blocks * block_tokens, dim, generator=generator)
+    part = slice(first, first + rotated)
+    old = torch.arange(blocks * block_tokens) + 100
+    new = torch.randint(0, 60_000, old.shape, generator=generator)
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        turned = plain.double()
+        angle = positions[:, None].double() * per_position
+        turned[..., part] = in_float64(plain[..., part] * factor, angle, interleaved)
+        return turned
+
+    stored = at(old).to(dtype)
+    plane = as_plane(stored, block_tokens)
+    kv = PagedKv((plane, torch.zeros_like(plane)), 2)
+    rotate(
+        kv,
+        range(blocks),
+        old,
+        new,
+        per_position,
+        first_channel=first,
+        interleaved=interleaved,
+    )
+    found = plane.transpose(0, 1).reshape(stored.shape)
+    units = 1.25 if dtype.itemsize == 2 else 4.0  # float32 is also what it is computed in
+    size = lengths(plain[..., part] * factor, interleaved)
+    error = (found.double() - at(new))[..., part].abs()
+    assert (error <= units * torch.finfo(dtype).eps * size).all()
+    if dtype.itemsize == 2:
+        shift = (new - old)[:, None].double() * per_position
+        nearest = in_float64(stored[..., part], shift, interleaved).to(dtype)
+        assert (found[..., part] != nearest).double().mean() <= 0.01
+    found[..., part] = stored[..., part]
+    assert torch.equal(found, stored)
+    assert not kv.planes[1].any()
+
+
+@pytest.mark.parametrize(
+    ("module", "interleaved"), [("llama.modeling_llama", False), ("cohere.modeling_cohere", True)]
+)
+def test_pairs_and_direction_are_those_of_real_models(module: str, interleaved: bool) -> None:
+    """A model's own code turns the same keys to both places, in float32, angles included."""
+    code = pytest.importorskip(f"transformers.models.{module}", reason="a model's own code")
+    tokens, dim = 12, 16
+    plain = torch.randn(1, 2, tokens, dim, generator=torch.Generator().manual_seed(5))
+    per_position = frequencies(dim // 2).float()
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        angle = positions[:, None].float() * per_position
+        both = angle.repeat_interleave(2, 1) if interleaved else torch.cat([angle, angle], 1)
+        turned: torch.Tensor
+        turned = code.apply_rotary_pos_emb(plain, plain, both.cos()[None], both.sin()[None])[1]
+        return turned[0]
+
+    old, new = torch.arange(tokens) + 3, torch.arange(tokens) + 1500
+    plane = as_plane(at(old), 4)
+    kv = PagedKv((plane, torch.zeros_like(plane)), 2)
+    rotate(kv, [0, 1, 2], old, new, per_position, interleaved=interleaved)
+    found = plane.transpose(0, 1).reshape(2, tokens, dim)
+    angle_error = 1512 * torch.finfo(torch.float32).eps  # of the model, whose angle is a float32
+    assert (found - at(new)).abs().max() <= 2 * angle_error * plain.abs().max()
+    assert (found - at(old)).abs().max() > 0.1
 
 
 def test_no_shift_changes_no_bit_and_back_is_back() -> None:
