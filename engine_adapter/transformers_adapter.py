@@ -49,6 +49,7 @@ from kvstore.engine_adapter.transformers_cache import (
     end_tokens,
 )
 from kvstore.errors import InvalidRequest
+from kvstore.quantized_session import quantized_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +83,8 @@ class TransformersAdapter:
     weights: None reads the model's tensors (about a second a GB, right in every case); a string is
     taken as the answer ("hub:<commit>", "files:<digest>"), also about edits made in memory. Weights
     that change later need a new adapter.
+    quantization: "fp8", "int8" or "int4" keep pages smaller, and change tokens; such pages are only
+    found by adapters that name the same.
     Raises SpecError, with a sentence, for models whose KV cannot be stored.
     """
 
@@ -97,6 +100,7 @@ class TransformersAdapter:
         writer: str = "transformers",
         page_tokens: int | None = None,
         adapter_digest: str = "none",
+        quantization: str = "none",
         load_deadline_s: float = LOAD_DEADLINE_S,
     ) -> None:
         self.model = model
@@ -111,8 +115,11 @@ class TransformersAdapter:
         opened = connect(store) if isinstance(store, str | Path) else store
         self._own_store = opened if opened is not store else None
         try:
-            self.session: SessionLike = opened.session(
-                self.spec, tenant=tenant, salt=salt, writer=writer
+            chosen: dict[str, Any] = {"tenant": tenant, "salt": salt, "writer": writer}
+            self.session: SessionLike = (
+                opened.session(self.spec, **chosen)
+                if quantization == "none"
+                else quantized_session(opened, self.spec, quantization, **chosen)
             )
         except BaseException:
             if self._own_store is not None:

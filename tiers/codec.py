@@ -1,9 +1,9 @@
 """The codecs by name: which there are, which a disk may use, which change numbers.
 
 `raw` and `lossless` give back what they were given, byte for byte, and are the disk tier's choice:
-nobody above notices. The others change numbers, so a page in them is another page: it is what the
-engine's side stores, under a spec whose KvQuantization names the scheme, and it can never be taken
-for an exact one. No codec does I/O.
+nobody above notices. The others change numbers, so a page in them is another page: it is stored
+under a spec whose KvQuantization names the scheme (kvstore/quantized_session.py), and can never be
+taken for an exact one. No codec does I/O.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def disk_codec(name: str) -> int:
     if name in LOSSY_CODECS:
         raise CodecError(
             f"{name} changes numbers, so it can't be a store's doing: store quantized pages under "
-            "a spec that names the scheme (KvQuantization)"
+            "a spec that names the scheme (KvQuantization; kvstore.quantized_session does)"
         )
     if name not in DISK_CODECS:
         raise CodecError(f"{name!r} is not one of {', '.join(DISK_CODECS)}")

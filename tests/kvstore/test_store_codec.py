@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import secrets
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from redis_server import RedisProcess
 
 from kvstore import CacheSpec, Store
 from kvstore.errors import ConfigError
@@ -190,3 +194,104 @@ def test_quantized_pages_have_a_namespace_of_their_own() -> None:
         assert lossy.page_bytes == codec.encoded_bytes
         specs.add(lossy.namespace)
     assert len(specs) == 1 + len(LOSSY_CODECS)
+
+
+def verified(store: Store, *, repair: bool = False) -> Any:
+    *_, last = store.verify(repair=repair)
+    return last
+
+
+def exported(store: Store) -> bytes:
+    return b"".join(store.export())
+
+
+def flip_in_frame(path: Path, number: int, offset: int) -> None:
+    """Flip a bit of the number-th packed page on disk."""
+    frames = [
+        (file, at.start())
+        for file in sorted((path / "store").rglob("segment-*"))
+        for at in re.finditer(codec_lossless.MAGIC, file.read_bytes())
+    ]
+    file, at = frames[number]
+    data = bytearray(file.read_bytes())
+    data[at + offset] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("offset", [10, 5000, 150_000])
+def test_verify_reads_packed_pages_and_finds_the_bad_one(tmp_path: Path, offset: int) -> None:
+    with opened(tmp_path, "lossless") as store:
+        save(store, 6, 8)
+    with opened(tmp_path, "raw") as store:
+        found = verified(store)
+        assert (found.healthy, found.pages, found.payload_bytes) == (True, 8, 8 * PAGE_BYTES)
+    flip_in_frame(tmp_path, 3, offset)
+    with opened(tmp_path, "lossless") as store:
+        found = verified(store)
+        assert (found.bad_pages, found.healthy, found.problems[0].tier) == (1, False, "disk")
+        repaired = verified(store, repair=True)
+        assert (repaired.healthy, verified(store).problems) == (True, ())
+        assert load(store, 6, 8) == 8 - repaired.dropped_pages
+        store.check()
+
+
+def test_verify_packs_a_bad_page_again_from_its_copy_in_memory(tmp_path: Path) -> None:
+    with opened(tmp_path, "lossless") as store:
+        save(store, 7, 3)
+        flip_in_frame(tmp_path, 1, 5000)
+        found = verified(store, repair=True)
+        assert (found.bad_pages, found.dropped_pages, found.healthy) == (1, 0, True)
+        assert store.flush(10.0)
+        assert slots(store) == {PACKED_SLOT: 3}
+        assert verified(store).problems == ()
+    with opened(tmp_path, "lossless") as store:
+        assert load(store, 7, 3) == 3
+
+
+@pytest.mark.parametrize(("source", "target"), [("lossless", "raw"), ("raw", "lossless")])
+def test_an_export_is_the_same_whatever_the_codec_of_either_side(
+    tmp_path: Path, source: str, target: str
+) -> None:
+    with opened(tmp_path / "a", source) as store:
+        save(store, 8, 8)
+        warm = exported(store)
+    with opened(tmp_path / "a", source) as store, opened(tmp_path / "b", target) as other:
+        file = exported(store)  # all of it from disk
+        assert store.stats().tiers[0].pages == 0
+        assert file == warm
+        *_, done = other.import_pages(io.BytesIO(file).read)
+        assert (done.stored, done.on_disk) == (8, True)
+        assert slots(other) == ({RAW_SLOT: 8} if target == "raw" else {PACKED_SLOT: 6, RAW_SLOT: 2})
+    with opened(tmp_path / "b", source) as other:
+        assert load(other, 8, 8) == 8
+        assert verified(other).healthy
+
+
+@pytest.mark.slow
+def test_redis_holds_what_was_stored_not_the_packed_bytes(tmp_path: Path) -> None:
+    """The writer packs for its disk only: a store without the codec reads it, and packs anew."""
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text(secrets.token_hex(32))
+    with RedisProcess(tmp_path / "redis") as server:
+        more = {"redis_url": server.url, "secret_file": secret, "redis_lookup_s": 0.05}
+        with (
+            opened(tmp_path / "a", "lossless", **more) as first,
+            opened(tmp_path / "b", "raw", **more) as second,
+        ):
+            save(first, 9, 6)
+            assert slots(first) == {PACKED_SLOT: 5, RAW_SLOT: 1}
+            pages = 0
+            for _ in range(50):  # a look-up that a busy machine makes too late is a miss
+                assert first._share is not None
+                assert second._share is not None
+                assert first._share.writer.flush(time.monotonic() + 20.0)
+                second._share.finder._absent.clear()
+                pages = load(second, 9, 6)
+                if pages == 6:
+                    break
+            assert pages == 6
+            second.check()
+        with opened(tmp_path / "a", "raw", **more) as first:  # from the packed disk again
+            assert load(first, 9, 6) == 6
+            assert first.stats().counters["corrupt_pages"] == 0
