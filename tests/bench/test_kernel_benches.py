@@ -37,11 +37,22 @@ def test_kernel_bench_prints_its_rows_and_says_whether_there_was_a_gpu() -> None
 def test_codec_bench_prints_a_row_for_each_codec() -> None:
     for module in ("torch", "transformers", "zstandard"):
         pytest.importorskip(module, reason="codecs are measured on a real model's KV")
-    rows = results_of("codecs.py")["codecs"]
+    results = results_of("codecs.py")
+    rows = results["codecs"]
     assert isinstance(rows, dict)
     assert rows.keys() == {"raw", "lossless", "fp8", "int8", "int4"}
-    assert rows["raw"]["kl_mean"] == rows["lossless"]["kl_mean"] == 0
-    assert rows["raw"]["bit_exact"]
-    assert rows["lossless"]["bit_exact"]
+    for name in ("raw", "lossless"):
+        assert rows[name]["bit_exact"]
+        for dtype in ("float32", "bfloat16"):
+            assert (rows[name][dtype]["kl_mean"], rows[name][dtype]["kl_added"]) == (0, 0)
+            assert rows[name][dtype]["greedy_agreement"] == 1
     assert rows["int4"]["ratio"] > rows["int8"]["ratio"] > rows["lossless"]["ratio"] > 1.2
-    assert 0 < rows["int8"]["kl_mean"] < rows["int4"]["kl_mean"] < 0.2
+    assert 0 < rows["int8"]["float32"]["kl_mean"] < rows["int4"]["float32"]["kl_mean"] < 0.2
+    assert 0 < rows["int8"]["bfloat16"]["kl_mean"] < 0.2
+    assert results["int8_kl"] == rows["int8"]["float32"]["kl_mean"]
+    assert results["int8_kl_bf16"] == rows["int8"]["bfloat16"]["kl_mean"]
+    assert 0 < results["order_kl_bf16"] < 0.2  # type: ignore[operator]
+    verdicts = results["verdicts"]
+    assert isinstance(verdicts, list)
+    assert len(verdicts) == 8
+    assert all(line.endswith((": kept", ": MISSED")) for line in verdicts)

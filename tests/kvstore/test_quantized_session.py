@@ -191,15 +191,16 @@ def test_quantized_pages_travel_through_redis_and_stay_what_they_are(tmp_path: P
 
 @pytest.mark.slow
 def test_a_server_s_clients_quantize_as_well(tmp_path: Path) -> None:
-    patient = {"lookup_deadline_s": 10.0, "open_wait_s": 20.0}
-    with ServerProcess(tmp_path / "s") as server, connect(server.address, **patient) as store:
-        session = opened(store, "int8")
-        assert save(session, 5) == PAGES
-        assert load(session, "int8", 5) == PAGES
-        assert load(opened(store, "none"), "none", 5) == 0
-        assert session.pin(prompt(5), 60.0) == session.unpin(prompt(5)) == PAGES
-        assert session.flush()
-        session.close()
+    with ServerProcess(tmp_path / "s") as server:
+        server.start()
+        with connect(server.address, lookup_deadline_s=10.0) as store:
+            session = opened(store, "int8")
+            assert save(session, 5) == PAGES
+            assert load(session, "int8", 5) == PAGES
+            assert load(opened(store, "none"), "none", 5) == 0
+            assert session.pin(prompt(5), 60.0) == session.unpin(prompt(5)) == PAGES
+            assert session.flush()
+            session.close()
 
 
 def test_a_session_is_a_session(tmp_path: Path) -> None:
