@@ -8,8 +8,8 @@ The KV is computed as engines do, in bfloat16. It is read twice: in float32, whe
 codec's error moves the answer, and in bfloat16, as engines do, where any change of the cache also
 moves roundings of every layer. How much that is without a codec is measured beside it: `order`,
 the exact cache read by another attention kernel ("eager"), as equal as two engines are. `kl_added`
-is what a codec adds to the distance of the bfloat16 answer from the float32 one over the exact cache.
-So int8's 0.0016 nats in bfloat16 are rounding: `order` has 0.0016 too, int8 adds 0.00004.
+is what a codec adds to the distance of the bfloat16 answer from the float32 one, exact cache. So
+int8's 0.0016 nats in bfloat16 are rounding: `order` has 0.0016 too, int8 adds 0.00004.
 
     lossless_ratio >= 1.35, bit-exact     int8_kl <= 0.001     int4_kl <= 0.02     nats, mean
 
