@@ -131,6 +131,11 @@ class MappedExtent:
         )
         return bool(HEADER.unpack_from(self._mapping, 0) == expected)
 
+    @property
+    def memory(self) -> memoryview:
+        """The whole mapping, header and slots, read-only; it begins on a page of the CPU's."""
+        return memoryview(self._mapping)
+
     def generation(self, index: int) -> int:
         """Even: a page is published there. It moves when that page is gone."""
         return int(self.generations[index])
