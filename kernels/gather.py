@@ -60,7 +60,7 @@ def gather_reference(
 
 
 @jit
-def locate(
+def copy_kernel(
     addresses,
     pages,
     tokens,
@@ -76,8 +76,9 @@ def locate(
     WORD: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    TO_PAGES: tl.constexpr,
 ):
-    """Addresses in the engine's blocks and in the pages of one program's words, and which count.
+    """One program copies up to BLOCK words of one plane of one block, to the pages or from them.
 
     addresses: those of all planes, of all pages, then the block ids. Strides are in words.
     """
@@ -91,11 +92,11 @@ def locate(
     if HEADS_FIRST:
         token = row % TOKENS
         head = row // TOKENS
-        target = (head * (BLOCKS_A_PAGE * TOKENS) + first + token) * WORDS + word
+        within_page = (head * (BLOCKS_A_PAGE * TOKENS) + first + token) * WORDS + word
     else:
         head = row % HEADS
         token = row // HEADS
-        target = ((first + token) * HEADS + head) * WORDS + word
+        within_page = ((first + token) * HEADS + head) * WORDS + word
     block = tl.load(addresses + PLANES + pages + place)
     in_engine = tl.load(addresses + plane)
     in_page = tl.load(addresses + PLANES + place // BLOCKS_A_PAGE)
@@ -104,50 +105,15 @@ def locate(
     if ALIGNED:
         in_engine = tl.multiple_of(in_engine, 16)
         in_page = tl.multiple_of(in_page, 16)
-    start = plane.to(tl.int64) * (BLOCKS_A_PAGE * HEADS * TOKENS * WORDS)
-    source = block * stride_block + head.to(tl.int64) * stride_head + token * stride_token + word
     held = tl.where(block >= 0, HEADS * TOKENS * WORDS, 0)
     counts = (within < held) & (place.to(tl.int64) * TOKENS + token < tokens)
-    return in_engine + source, in_page + start + target, counts
-
-
-@jit
-def gather_kernel(
-    addresses,
-    pages,
-    tokens,
-    stride_block,
-    stride_head,
-    stride_token,
-    PLANES: tl.constexpr,
-    BLOCKS_A_PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
-    WORD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: up to BLOCK words of one plane of one block."""
-    source, target, counts = locate(
-        addresses,
-        pages,
-        tokens,
-        stride_block,
-        stride_head,
-        stride_token,
-        PLANES,
-        BLOCKS_A_PAGE,
-        HEADS,
-        TOKENS,
-        WORDS,
-        HEADS_FIRST,
-        WORD,
-        ALIGNED,
-        BLOCK,
-    )
-    tl.store(target, tl.load(source, mask=counts), mask=counts)
+    in_engine += block * stride_block + head.to(tl.int64) * stride_head + token * stride_token
+    in_engine += word
+    in_page += plane.to(tl.int64) * (BLOCKS_A_PAGE * HEADS * TOKENS * WORDS) + within_page
+    if TO_PAGES:
+        tl.store(in_page, tl.load(in_engine, mask=counts), mask=counts)
+    else:
+        tl.store(in_engine, tl.load(in_page, mask=counts), mask=counts)
 
 
 def gather(
@@ -173,7 +139,7 @@ def gather(
             target[...] = source
         return
     if not check_reach(rows, kv.device) or len(rows) * rows[0].nbytes <= DIRECT_BYTES_MAX:
-        launch(gather_kernel, kv, ids, rows, blocks_a_page, order, count)
+        launch(kv, ids, rows, blocks_a_page, order, count, to_pages=True)
         return
     for at, part in staged_parts(rows):
         stage = list(torch.empty((len(part), part[0].nbytes), dtype=torch.uint8, device=kv.device))
@@ -182,7 +148,7 @@ def gather(
         if left < len(part) * blocks_a_page * kv.block_tokens or (part_ids == NO_BLOCK).any():
             for staged, row in zip(stage, part, strict=True):  # what is to stay must be in it
                 staged.copy_(row, non_blocking=True)
-        launch(gather_kernel, kv, part_ids, stage, blocks_a_page, order, left)
+        launch(kv, part_ids, stage, blocks_a_page, order, left, to_pages=True)
         for staged, row in zip(stage, part, strict=True):
             row.copy_(staged, non_blocking=True)
 
@@ -209,15 +175,16 @@ def check_call(
 
 
 def launch(
-    kernel: Any,
     kv: PagedKv,
     ids: NDArray[np.int64],
     rows: Sequence[torch.Tensor],
     blocks_a_page: int,
     order: TokenOrder,
     tokens: int,
+    *,
+    to_pages: bool,
 ) -> None:
-    """Queue one of the two copy kernels on the current stream of the KV's device."""
+    """Queue the copy kernel, in one direction, on the current stream of the KV's device."""
     if not len(ids) or tokens <= 0:
         return
     first = kv.planes[0]
@@ -229,7 +196,7 @@ def launch(
     if kv.device.type != "cpu":
         addresses = addresses.pin_memory().to(kv.device, non_blocking=True)
     chunks = -(-kv.heads * kv.block_tokens * words // WORDS_A_PROGRAM)
-    kernel[(len(ids) * chunks, len(kv.planes))](
+    copy_kernel[(len(ids) * chunks, len(kv.planes))](
         addresses,
         len(rows),
         tokens,
@@ -243,6 +210,7 @@ def launch(
         WORD={1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[width],
         ALIGNED=not int(np.bitwise_or.reduce(addresses_of([*kv.planes, *rows]).numpy())) % 16,
         BLOCK=WORDS_A_PROGRAM,
+        TO_PAGES=to_pages,
         **FP_OPTIONS,
     )
 

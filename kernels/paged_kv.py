@@ -158,6 +158,23 @@ class PagedKv:
         return tuple(plane.view(torch.int8).view(_INTEGERS[width]) for plane in self.planes)
 
 
+class _Memory:
+    """Memory as numpy takes it from strangers, who say themselves whether it may be written."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._array = np.frombuffer(memory, np.uint8)
+        place = self._array.ctypes.data, False
+        self.__array_interface__ = self._array.__array_interface__ | {"data": place}
+
+
+def page_tensor(memory: memoryview) -> torch.Tensor:
+    """Host memory as uint8, no copy; it keeps the memory alive.
+
+    torch knows no read-only tensors: one of a page that is mapped read-only must not be written.
+    """
+    return torch.from_numpy(np.asarray(_Memory(memory)))
+
+
 def page_rows(
     pages: torch.Tensor | Sequence[torch.Tensor], page_bytes: int, count: int
 ) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Scatter: contiguous pages -> paged KV, all layers of all pages in one launch; gather's inverse.
 
 Reads each byte of the pages once, and 8 bytes for each block id and address; writes each byte of
-the blocks once. The picture, the order of bytes and the bound are those of gather.py.
+the blocks once. The picture, the order of bytes, the bound and the kernel are gather.py's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from kvstore.kernels.gather import (
     DIRECT_BYTES_MAX,
     check_call,
     launch,
-    locate,
     page_pieces,
     staged_parts,
 )
-from kvstore.kernels.jit import jit, launches_on, tl
+from kvstore.kernels.jit import launches_on
 from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, TokenOrder, check_reach
 
 if TYPE_CHECKING:
@@ -46,45 +45,6 @@ def scatter_reference(
             plane.view(torch.uint8)[block, :, token % kv.block_tokens] = row
 
 
-@jit
-def scatter_kernel(
-    addresses,
-    pages,
-    tokens,
-    stride_block,
-    stride_head,
-    stride_token,
-    PLANES: tl.constexpr,
-    BLOCKS_A_PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
-    WORD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: up to BLOCK words of one plane of one block."""
-    target, source, counts = locate(
-        addresses,
-        pages,
-        tokens,
-        stride_block,
-        stride_head,
-        stride_token,
-        PLANES,
-        BLOCKS_A_PAGE,
-        HEADS,
-        TOKENS,
-        WORDS,
-        HEADS_FIRST,
-        WORD,
-        ALIGNED,
-        BLOCK,
-    )
-    tl.store(target, tl.load(source, mask=counts), mask=counts)
-
-
 def scatter(
     kv: PagedKv,
     block_ids: Sequence[int] | NDArray[np.integer],
@@ -106,7 +66,7 @@ def scatter(
             target[...] = source
         return
     if not check_reach(rows, kv.device) or len(rows) * rows[0].nbytes <= DIRECT_BYTES_MAX:
-        launch(scatter_kernel, kv, ids, rows, blocks_a_page, order, count)
+        launch(kv, ids, rows, blocks_a_page, order, count, to_pages=False)
         return
     for at, part in staged_parts(rows):
         stage = list(torch.empty((len(part), part[0].nbytes), dtype=torch.uint8, device=kv.device))
@@ -114,4 +74,4 @@ def scatter(
             staged.copy_(row, non_blocking=True)
         part_ids = ids[at * blocks_a_page : (at + len(part)) * blocks_a_page]
         left = count - at * blocks_a_page * kv.block_tokens
-        launch(scatter_kernel, kv, part_ids, stage, blocks_a_page, order, left)
+        launch(kv, part_ids, stage, blocks_a_page, order, left, to_pages=False)

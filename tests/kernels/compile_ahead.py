@@ -21,12 +21,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvstore.kernels.gather import WORDS_A_PROGRAM, gather_kernel
+from kvstore.kernels.gather import WORDS_A_PROGRAM, copy_kernel
 from kvstore.kernels.jit import FP_OPTIONS
 from kvstore.kernels.quantize_fp8 import TILE_TOKENS, dequantize_fp8_kernel, quantize_fp8_kernel
 from kvstore.kernels.quantize_int import dequantize_kernel, quantize_kernel
 from kvstore.kernels.rope import rotate_kernel
-from kvstore.kernels.scatter import scatter_kernel
 
 TARGETS = [
     GPUTarget("cuda", 80, 32),
@@ -37,6 +36,7 @@ TARGETS = [
 # Llama-3-8B: 32 layers, 8 heads of 128, blocks of 16 tokens; and SmolLM2: 3 heads of 64.
 COPY: dict[str, Any] = {"PLANES": 64, "BLOCKS_A_PAGE": 2, "HEADS": 8, "TOKENS": 16, "WORDS": 32}
 COPY |= {"ALIGNED": True, "BLOCK": WORDS_A_PROGRAM, "WORD": tl.int64}
+GATHER = COPY | {"TO_PAGES": True}
 TILES: dict[str, Any] = {"PLANES": 64, "HEADS": 8, "PAGE_TOKENS": 32, "BLOCK_TOKENS": 16}
 TILES |= {"DIM": 128, "DIM_PADDED": 128}
 GROUPS = TILES | {"KINDS": 2, "GROUP": 32, "CHANNELS": 32}
@@ -46,14 +46,18 @@ NUMBERS = {0: tl.uint16, 1: tl.uint16, 2: tl.uint32}
 
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
     *(
-        (f"{name} {order}", kernel, COPY | {"HEADS_FIRST": order == "hnd"})
-        for name, kernel in (("gather", gather_kernel), ("scatter", scatter_kernel))
+        (
+            f"{name} {order}",
+            copy_kernel,
+            COPY | {"HEADS_FIRST": order == "hnd", "TO_PAGES": to_pages},
+        )
+        for name, to_pages in (("gather", True), ("scatter", False))
         for order in ("hnd", "nhd")
     ),
     (
         "gather bytes",
-        gather_kernel,
-        COPY | {"HEADS_FIRST": True, "ALIGNED": False, "WORD": tl.int8},
+        copy_kernel,
+        GATHER | {"HEADS_FIRST": True, "ALIGNED": False, "WORD": tl.int8},
     ),
     *(
         (f"{name} int{bits} {kind}", kernel, GROUPS | {"BITS": bits, "KIND": kind, "WORD": word})

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from paged_caches import ARRANGEMENTS, Sizes, apart_hnd, apart_nhd, bits, empty_like, same_bits
 
-from kvstore.kernels.gather import gather, gather_kernel, gather_reference, launch
-from kvstore.kernels.jit import INTERPRETED
+from kvstore.kernels.gather import gather, gather_reference, launch
+from kvstore.kernels.jit import INTERPRETED, interpreted
 from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, TokenOrder
-from kvstore.kernels.scatter import scatter, scatter_kernel, scatter_reference
+from kvstore.kernels.scatter import scatter, scatter_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
 needs_interpreter = pytest.mark.skipif(
     not INTERPRETED, reason="kernels are not interpreted: Triton is missing, or TRITON_INTERPRET=0"
@@ -38,7 +41,7 @@ def three_ways(
     gather_reference(kv, ids, made[0], order, tokens)
     gather(kv, ids, made[1], blocks_a_page, order=order, tokens=tokens)
     if INTERPRETED:
-        launch(gather_kernel, kv, kv.check_ids(ids), list(made[2]), blocks_a_page, order, tokens)
+        launch(kv, kv.check_ids(ids), list(made[2]), blocks_a_page, order, tokens, to_pages=True)
     else:
         made.pop()
     return made
@@ -86,7 +89,7 @@ def test_scatter_gives_back_what_gather_took_and_touches_nothing_else(
         if INTERPRETED:
             found = empty_like(kv)
             ids = kv.check_ids(IDS)
-            launch(scatter_kernel, found, ids, list(pages), 2, order, tokens)
+            launch(found, ids, list(pages), 2, order, tokens, to_pages=False)
             assert same_bits(found, wanted)
         for number, block in enumerate(IDS):
             held = max(0, min(4, tokens - number * 4)) if block != NO_BLOCK else 0
@@ -99,13 +102,37 @@ def test_scatter_gives_back_what_gather_took_and_touches_nothing_else(
         assert all(not plane[3].view(torch.int16).any() for plane in found.planes)
 
 
+@needs_interpreter
+def test_wrappers_run_the_kernel_on_the_cpu_only_where_they_are_told_to() -> None:
+    kv = apart_nhd(Sizes(), torch.bfloat16, bits)
+    pages = [torch.zeros(3, 2 * kv.block_bytes, dtype=torch.uint8) for _ in range(2)]
+    calls = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "copy_kernel":
+            calls.append(event)
+
+    counts = []
+    for made, way in zip(pages, (contextlib.nullcontext(), interpreted()), strict=True):
+        sys.setprofile(note)
+        try:
+            with way:
+                gather(kv, IDS, made, 2)
+                scatter(empty_like(kv), IDS, made, 2)
+        finally:
+            sys.setprofile(None)
+        counts.append(len(calls))
+    assert counts == [0, 2 * len(IDS) * len(kv.planes)]
+    assert torch.equal(*pages)
+
+
 def test_an_empty_list_moves_nothing() -> None:
     kv = apart_nhd(Sizes(), torch.bfloat16, bits)
     pages = torch.empty(0, kv.block_bytes, dtype=torch.uint8)
     gather(kv, [], pages, 1)
     scatter(kv, [], pages, 1)
     if INTERPRETED:
-        launch(gather_kernel, kv, kv.check_ids([]), [], 1, TokenOrder.HND, 0)
+        launch(kv, kv.check_ids([]), [], 1, TokenOrder.HND, 0, to_pages=True)
 
 
 @needs_interpreter
@@ -118,9 +145,9 @@ def test_offsets_are_64_bits_wide() -> None:
     plane[0] = 77
     kv = PagedKv((plane,), 1)
     pages = torch.zeros(2, kv.block_bytes, dtype=torch.uint8)
-    launch(gather_kernel, kv, kv.check_ids([3, 0]), list(pages), 1, TokenOrder.HND, 4)
+    launch(kv, kv.check_ids([3, 0]), list(pages), 1, TokenOrder.HND, 4, to_pages=True)
     assert pages[0].view(torch.bfloat16).tolist() == list(range(16))
-    launch(scatter_kernel, kv, kv.check_ids([0, 3]), list(pages), 1, TokenOrder.HND, 4)
+    launch(kv, kv.check_ids([0, 3]), list(pages), 1, TokenOrder.HND, 4, to_pages=False)
     assert plane[0].flatten().tolist() == list(range(16))
     assert plane[3].flatten().tolist() == [77] * 16
 
@@ -136,7 +163,7 @@ def test_pages_may_lie_anywhere() -> None:
     assert not room[:, 0].any()
     if INTERPRETED:
         room.zero_()
-        launch(gather_kernel, kv, kv.check_ids([4, 2, 0]), rows, 1, TokenOrder.HND, 12)
+        launch(kv, kv.check_ids([4, 2, 0]), rows, 1, TokenOrder.HND, 12, to_pages=True)
         assert all(torch.equal(a, b) for a, b in zip(rows, wanted, strict=True))
 
 
