@@ -237,7 +237,7 @@ def page_pieces(
     """
     width = kv.word_bytes([row.data_ptr() for row in rows])
     words = kv.dim * kv.dtype.itemsize // width
-    sources = _stacked(kv, width)
+    sources = kv.stacked(width)
     size = kv.block_tokens
     page_tokens = blocks_a_page * size
     for number, row in enumerate(rows):
@@ -256,22 +256,3 @@ def page_pieces(
                 continue
             for target, source in zip(part, sources, strict=True):
                 yield target, source[0, block, :, :held]
-
-
-def _stacked(kv: PagedKv, width: int) -> list[NDArray[Any]]:
-    """The planes as [planes, blocks, heads, tokens, words] if one view can, else each on its own.
-
-    One view for all spares numpy's call for each plane. It is possible where all lie in one
-    storage at equal distances: one cross-layer tensor, or K and V of a layer.
-    """
-    planes = kv.words(width)
-    first = planes[0]
-    steps = np.diff([plane.data_ptr() for plane in planes])
-    storages = {plane.untyped_storage().data_ptr() for plane in planes}
-    if len(planes) > 1 and (len(storages) > 1 or (steps != steps[0]).any() or steps[0] < 0):
-        return [plane.unsqueeze(0).numpy() for plane in planes]
-    step = int(steps[0]) // width if len(planes) > 1 else 0
-    if len(planes) > 1 and int(steps[0]) % width:
-        return [plane.unsqueeze(0).numpy() for plane in planes]
-    stacked = first.as_strided((len(planes), *first.shape), (step, *first.stride()))
-    return [stacked.numpy()]

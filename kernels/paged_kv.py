@@ -7,9 +7,11 @@ shape, dtype, device and set of strides, so a kernel needs a list of addresses a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ class PagedKv:
 
     planes: tuple[torch.Tensor, ...]  # each [blocks, heads, tokens, dim], strides as they are
     kinds: int  # 2: K and V of each layer; 1: MLA's latent
+    # Taken once: engines call with one page at a time, and hundreds of planes.
+    _places: int = field(init=False, repr=False, compare=False)  # bits of addresses and strides
+    _stacked: dict[int, list[NDArray[Any]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         first = self.planes[0] if self.planes else None
@@ -58,6 +63,12 @@ class PagedKv:
                     )
             if plane.stride() != first.stride():
                 raise ValueError(f"plane {number}: strides {plane.stride()}, not {first.stride()}")
+        size = first.dtype.itemsize
+        places = [plane.data_ptr() for plane in self.planes]
+        places += [stride * size for stride in first.stride()[:3]]
+        places += [first.shape[3] * size]
+        object.__setattr__(self, "_places", int(np.bitwise_or.reduce(np.array(places, np.uint64))))
+        object.__setattr__(self, "_stacked", {})
 
     @classmethod
     def apart(
@@ -144,18 +155,24 @@ class PagedKv:
 
     def word_bytes(self, addresses: Sequence[int]) -> int:
         """Bytes of the widest integer that all rows, strides and `addresses` are multiples of."""
-        size = self.dtype.itemsize
-        places = [plane.data_ptr() for plane in self.planes]
-        places += [stride * size for stride in self.planes[0].stride()[:3]]
-        places += [self.dim * size, *addresses]
-        together = np.bitwise_or.reduce(np.array(places, np.uint64))
-        return next(width for width in (8, 4, 2, 1) if int(together) % width == 0)
+        together = reduce(or_, addresses, self._places)
+        return next(width for width in (8, 4, 2, 1) if together % width == 0)
 
     def words(self, width: int) -> tuple[torch.Tensor, ...]:
         """The planes' memory as integers of `width` bytes; no copy."""
         if width == self.dtype.itemsize:
             return tuple(plane.view(_INTEGERS[width]) for plane in self.planes)
         return tuple(plane.view(torch.int8).view(_INTEGERS[width]) for plane in self.planes)
+
+    def stacked(self, width: int) -> list[NDArray[Any]]:
+        """The planes in few numpy views [planes, blocks, heads, tokens, words]: one if it can be.
+
+        One view for all spares numpy's call for each plane. It is possible where all lie in one
+        storage at equal distances: one cross-layer tensor, or K and V of a layer.
+        """
+        if width not in self._stacked:
+            self._stacked[width] = _stacked(self.words(width), width)
+        return self._stacked[width]
 
 
 class _Memory:
@@ -213,3 +230,16 @@ def _heads_first(tensor: torch.Tensor, order: TokenOrder) -> torch.Tensor:
     if tensor.dim() != 4:
         raise ValueError(f"shape {tuple(tensor.shape)} is not [blocks, {order}]")
     return tensor.transpose(1, 2) if order is TokenOrder.NHD else tensor
+
+
+def _stacked(planes: Sequence[torch.Tensor], width: int) -> list[NDArray[Any]]:
+    first = planes[0]
+    steps = np.diff([plane.data_ptr() for plane in planes])
+    storages = {plane.untyped_storage().data_ptr() for plane in planes}
+    if len(planes) > 1 and (len(storages) > 1 or (steps != steps[0]).any() or steps[0] < 0):
+        return [plane.unsqueeze(0).numpy() for plane in planes]
+    step = int(steps[0]) // width if len(planes) > 1 else 0
+    if len(planes) > 1 and int(steps[0]) % width:
+        return [plane.unsqueeze(0).numpy() for plane in planes]
+    stacked = first.as_strided((len(planes), *first.shape), (step, *first.stride()))
+    return [stacked.numpy()]
