@@ -1,10 +1,10 @@
 """Where an engine's blocks lie in memory, and the order in which a page of the store holds them.
 
-One rank's part of a page is, for each region in turn, the bytes of each of the page's blocks; a
-region is one layer's KV. What lies inside a block is the engine's business (`page_format` names
-it): blocks are moved whole. Invariant: what was declared is compared with the tensors' strides
-before the first byte is copied; a layout that is not understood is refused with one line. Must not
-be here: requests, jobs, the store.
+One rank's part of a page is, for each layer in turn and each run of bytes that a layer's block is
+made of, that run of each of the page's blocks. What lies inside a run is the engine's business
+(`page_format` names it): blocks are moved whole. Invariant: what was declared is compared with the
+tensors' strides before the first byte is copied; a layout that is not understood is refused with
+one line. Must not be here: requests, jobs, copies.
 """
 
 from __future__ import annotations
@@ -14,20 +14,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kvstore.engine_adapter.transfer_plan import SKIP_BLOCK
 from kvstore.page_layout import ShardGeometry, place_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
-
 # Blocks of these kinds are full once their tokens are computed, and stay until they are freed.
 SERVED_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-# Layouts in which one layer's block is one run of bytes.
-SERVED_LAYOUTS = frozenset({"LBHNC", "LBNHC", "BLHNC", "BLNHC"})
+# A layer's block is one run of bytes; in the last two, a run a head.
+SERVED_LAYOUTS = frozenset({"LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "BHLNC"})
 FORMAT_VERSION = 1
 
 
@@ -80,18 +75,25 @@ class PageShard:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Layers whose blocks lie at constant strides: bytes [layers, blocks, block_bytes].
+    """Layers whose blocks lie at constant strides: bytes [layers, runs, blocks, run_bytes].
 
-    `tensor` is a view of the engine's own memory as uint8, on whatever device it is.
+    `tensor` is a view of the engine's own memory as uint8, on whatever device it is. A block of a
+    layer is one run, but for K and V that lie apart, or heads. `split`: kernel blocks in a block.
     """
 
     layers: tuple[str, ...]
     tensor: Any
+    split: int = 1
+
+    @property
+    def blocks(self) -> int:
+        return int(self.tensor.shape[2])
 
     @property
     def block_bytes(self) -> int:
         """Of one block of all these layers."""
-        return int(self.tensor.shape[0] * self.tensor.shape[2])
+        layers, runs, _, run_bytes = self.tensor.shape
+        return int(layers * runs * run_bytes)
 
 
 def facts_from_config(
@@ -132,89 +134,18 @@ def find_regions(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> list[Reg
     return regions
 
 
-def difference(facts: RegionFacts, regions: Sequence[Region], kv_caches: Mapping[str, Any]) -> str:
+def difference(facts: RegionFacts, regions: Sequence[Region]) -> str:
     """ "" when the tensors are what was declared; else the line that says how they differ."""
     found = sum(region.block_bytes for region in regions)
     if found != facts.block_bytes:
         return f"a block has {found} bytes in the tensors, {facts.block_bytes} were declared"
-    blocks = regions[0].tensor.shape[1]
     for region in regions:
-        ratio = kv_caches[region.layers[0]].shape[0] // blocks
-        if ratio > 1:
+        if region.split > 1:
             return (
-                f"the attention kernel splits each block in {ratio}; set --block-size to "
-                f"{facts.block_tokens // ratio}"
+                f"the attention kernel splits each block in {region.split}; set --block-size to "
+                f"{facts.block_tokens // region.split}"
             )
     return ""
-
-
-class HostBlocks:
-    """Copies between pages and blocks that lie in this process's own memory, by numpy.
-
-    One call a run of neighbouring blocks covers all layers, and lets other threads run meanwhile.
-    """
-
-    def __init__(self, regions: Sequence[Region], shard: PageShard) -> None:
-        self._arrays: list[NDArray[np.uint8]] = [region.tensor.numpy() for region in regions]
-        self._shard = shard
-        self.blocks = int(self._arrays[0].shape[1])
-
-    def mark(self) -> Any:
-        """Nothing runs behind the calling thread's back."""
-
-    def begin(self, mark: Any) -> None:
-        """There is nothing to wait for."""
-
-    def load(self, page: memoryview, blocks: Sequence[int]) -> int:
-        """Copy a page's bytes into the engine's blocks, but for SKIP_BLOCK; how many bytes."""
-        return self._copy(np.frombuffer(page, np.uint8), blocks, to_page=False)
-
-    def save(self, blocks: Sequence[int], page: memoryview) -> int:
-        """Copy the engine's blocks into a writable page; how many bytes."""
-        return self._copy(np.frombuffer(page, np.uint8), blocks, to_page=True)
-
-    def finish(self) -> None:
-        """Wait until what was copied is there: it is, at once."""
-
-    def _copy(self, page: NDArray[np.uint8], blocks: Sequence[int], *, to_page: bool) -> int:
-        shard = self._shard
-        check_blocks(blocks, shard.blocks, self.blocks)
-        at, done = shard.offset, 0
-        for array in self._arrays:
-            layers, _, size = array.shape
-            part = page[at : at + layers * shard.blocks * size].reshape(layers, shard.blocks, size)
-            for position, block, count in runs(blocks):
-                ours, theirs = (
-                    array[:, block : block + count],
-                    part[:, position : position + count],
-                )
-                np.copyto(*((theirs, ours) if to_page else (ours, theirs)))
-                done += ours.size
-            at += part.size
-        return done
-
-
-def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of neighbours as (position in the page, first block, count), without SKIP_BLOCK."""
-    start = 0
-    while start < len(blocks):
-        stop = start + 1
-        while stop < len(blocks) and blocks[stop] == blocks[start] + (stop - start):
-            stop += 1
-        if blocks[start] == SKIP_BLOCK:  # what follows -1 is 0, which is never asked for
-            stop = start + 1
-        else:
-            yield start, blocks[start], stop - start
-        start = stop
-
-
-def check_blocks(blocks: Sequence[int], blocks_per_page: int, blocks_there: int) -> None:
-    """ValueError for a page that cannot be; the null block 0 belongs to nobody."""
-    if len(blocks) != blocks_per_page:
-        raise ValueError(f"{len(blocks)} blocks for a page of {blocks_per_page}")
-    for block in blocks:
-        if block != SKIP_BLOCK and not 0 < block < blocks_there:
-            raise ValueError(f"block {block} is not in [1, {blocks_there})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +178,13 @@ def _place(tensor: Any, layer: str) -> tuple[int, int]:
 def _regions(entry: _Entry, kv_caches: Mapping[str, Any], blocks: int) -> Iterator[Region]:
     """An entry's layers as one region; without declared strides, a region a layer."""
     places = [_place(kv_caches[layer], layer) for layer in entry.layers]
-    strides = {_block_stride(kv_caches[layer], layer, blocks) for layer in entry.layers}
-    if len({storage for storage, _ in places}) > 1 or len(strides) > 1:
+    shapes = {_block_shape(kv_caches[layer], layer, blocks) for layer in entry.layers}
+    if len({storage for storage, _ in places}) > 1 or len(shapes) > 1:
         raise LayoutProblem(f"the layers of {entry.layers[0]} do not lie in one tensor alike")
-    [(block_stride, block_bytes)] = strides
-    if entry.block_stride is not None and block_stride != entry.block_stride:
+    [found] = shapes
+    if entry.block_stride is not None and found.block_stride != entry.block_stride:
         raise LayoutProblem(
-            f"blocks of {entry.layers[0]} lie {block_stride} bytes apart, "
+            f"blocks of {entry.layers[0]} lie {found.block_stride} bytes apart, "
             f"{entry.block_stride} were declared"
         )
     first = places[0][1]
@@ -263,32 +194,52 @@ def _regions(entry: _Entry, kv_caches: Mapping[str, Any], blocks: int) -> Iterat
     if any(at != first + number * step for number, (_, at) in enumerate(places)):
         raise LayoutProblem(f"the layers of {entry.layers[0]} do not lie {step} bytes apart")
     flat = _bytes_of(kv_caches[entry.layers[0]])
-    shape = (len(places), blocks, block_bytes)
-    last = first + (len(places) - 1) * step + (blocks - 1) * block_stride + block_bytes
-    if step < 0 or last > flat.numel():
+    shape = (len(places), found.runs, blocks, found.run_bytes)
+    strides = (step, found.run_stride, found.block_stride, 1)
+    ends = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    if step < 0 or first + sum(ends) >= flat.numel():
         raise LayoutProblem(f"the layers of {entry.layers[0]} reach beyond their tensor")
-    yield Region(entry.layers, flat.as_strided(shape, (step, block_stride, 1), first))
+    yield Region(entry.layers, flat.as_strided(shape, strides, first), found.split)
 
 
-def _block_stride(tensor: Any, layer: str, blocks: int) -> tuple[int, int]:
-    """Bytes from one block to the next, and bytes of a block, which must be one run."""
+@dataclass(frozen=True, slots=True)
+class _BlockShape:
+    """How a layer's blocks lie: `runs` of `run_bytes`, `run_stride` apart; all in bytes."""
+
+    runs: int
+    run_bytes: int
+    run_stride: int
+    block_stride: int
+    split: int
+
+
+def _block_shape(tensor: Any, layer: str, blocks: int) -> _BlockShape:
+    """Read from strides; LayoutProblem unless a block is one run, or runs at one distance."""
     shape, strides, item = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
-    if not shape or shape[0] % blocks or shape[0] == 0:
+    axis = 1 if len(shape) == 5 and shape[0] == 2 and shape[1] % blocks == 0 else 0
+    if not shape or shape[axis] % blocks or shape[axis] == 0:
         raise LayoutProblem(f"layer {layer} has shape {list(shape)} for {blocks} blocks")
+    inside = sorted(
+        (stride, size)
+        for place, (stride, size) in enumerate(zip(strides, shape, strict=True))
+        if place != axis and size > 1
+    )
     dense = 1
-    for stride, size in sorted(zip(strides[1:], shape[1:], strict=True)):
-        if size > 1 and stride != dense:
-            raise LayoutProblem(
-                f"a block of layer {layer} is scattered: shape {list(shape)}, strides "
-                f"{list(strides)}; set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"
-            )
-        dense *= size
-    ratio = shape[0] // blocks
-    if ratio > 1 and strides[0] != dense:
+    while inside and inside[0][0] == dense:
+        dense *= inside.pop(0)[1]
+    split = shape[axis] // blocks
+    run_stride, runs = inside[0] if inside else (0, 1)
+    if len(inside) > 1 or (runs > 1 and (split > 1 or run_stride < dense)):
+        raise LayoutProblem(
+            f"a block of layer {layer} is scattered: shape {list(shape)}, strides "
+            f"{list(strides)}; set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"
+        )
+    if split > 1 and strides[axis] != dense:
         raise LayoutProblem(f"the kernel blocks of layer {layer} are not neighbours")
-    if strides[0] < dense:
+    if strides[axis] < dense:
         raise LayoutProblem(f"the blocks of layer {layer} overlap: strides {list(strides)}")
-    return strides[0] * item * ratio, dense * item * ratio
+    size = item * split
+    return _BlockShape(runs, dense * size, run_stride * item, strides[axis] * size, split)
 
 
 def _bytes_of(tensor: Any) -> Any:

@@ -1,126 +1,186 @@
-"""Copies between pages and blocks that lie on a device, by torch, through a pinned bounce buffer.
+"""Copies between pages and blocks that lie on a device: a kernel for all layers, on a side stream.
 
-The store's memory belongs to another process and is pageable; a device copies fast only from pinned
-memory. So a page is copied into the bounce buffer first, and is not needed any more when load()
-returns. All device copies run on a stream of their own, behind the work that mark() saw. One thread
-at a time.
+Pages that the device may read in place (pinned_arena.py) are read by the kernel itself, or by the
+copy engine when they are many: kernels/gather.py says when. Others pass a ring of two pinned
+buffers: the next is filled while the device drains the last. Invariants: nothing is queued on the
+stream that computes; the side stream begins behind what mark() saw; a buffer is filled again, or
+read, only after the event behind the copy that used it. One thread at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kvstore.engine_adapter.block_regions import check_blocks, runs
+from kvstore.engine_adapter.block_planes import copied_bytes
+from kvstore.engine_adapter.pinned_arena import BounceRing
+from kvstore.kernels.gather import gather
+from kvstore.kernels.scatter import scatter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from kvstore.engine_adapter.block_regions import PageShard, Region
+    from kvstore.engine_adapter.block_planes import BlockPlanes, PageCopy, Stretch
 
-BOUNCE_PAGES = 4
+BOUNCE_BYTES = 32 << 20  # of each of two buffers; one page at least
+BUFFERS = 2
+ROW_ALIGNMENT = 16  # pages begin so in a buffer: the widest access of a kernel
 
 
 class DeviceBlocks:
-    """The same calls as HostBlocks. Without a device ("cpu") the stream is the caller's thread."""
+    """The calls of HostBlocks. They queue; finish() waits.
 
-    def __init__(self, regions: Sequence[Region], shard: PageShard) -> None:
-        self._tensors = [region.tensor for region in regions]
-        self._shard = shard
-        self.blocks = int(self._tensors[0].shape[1])
-        device = self._tensors[0].device
-        self._accelerator: Any = getattr(torch, device.type) if device.type != "cpu" else None
-        pinned = self._accelerator is not None
-        self._bounce = [
-            torch.empty(shard.size_bytes, dtype=torch.uint8, pin_memory=pinned)
-            for _ in range(BOUNCE_PAGES)
-        ]
-        self._in_use: list[Any] = [None] * BOUNCE_PAGES  # events: copies out of the buffer
-        self._next = 0
-        self._stream = self._accelerator.Stream(device) if self._accelerator else None
+    `accelerator` is torch.cuda, or what stands for it; `gather` and `scatter` queue on its current
+    stream.
+    """
+
+    batch_bytes = 64 << 20  # in one launch; between two looks at the clock
+
+    def __init__(
+        self,
+        planes: BlockPlanes,
+        *,
+        accelerator: Any = None,
+        gather: Callable[..., None] = gather,
+        scatter: Callable[..., None] = scatter,
+    ) -> None:
+        self.planes = planes
+        self._accelerator = accelerator or getattr(torch, planes.device.type)
+        self._gather, self._scatter = gather, scatter
+        self._stream = self._accelerator.Stream(planes.device)
+        self._ring: BounceRing | None = None
+        self._buffer_bytes = max(BOUNCE_BYTES, _span(planes.shard.size_bytes))
 
     def mark(self) -> Any:
-        """The work that was given to the device until now, by the calling thread."""
-        if self._accelerator is None:
-            return None
+        """The work that the calling thread has given to the device until now."""
         event = self._accelerator.Event()
         event.record(self._accelerator.current_stream())
         return event
 
     def begin(self, mark: Any) -> None:
         """Later copies come after what `mark` saw."""
-        if self._stream is not None and mark is not None:
+        if mark is not None:
             self._stream.wait_event(mark)
 
-    def load(self, page: memoryview, blocks: Sequence[int]) -> int:
-        """Copy a page's bytes into the engine's blocks, but for SKIP_BLOCK; how many bytes.
+    def load(self, pages: Sequence[PageCopy], stretches: Sequence[Stretch] = ()) -> int:
+        """Queue copies of pages into the engine's blocks; how many bytes.
 
-        They are in the blocks after finish().
+        stretches: of the planes; all if none are given. The pages' memory is needed, and the bytes
+        are not there, until finish().
         """
-        check_blocks(blocks, self._shard.blocks, self.blocks)
-        number, bounce = self._take_bounce()
-        bounce.numpy()[:] = self._part(page)
-        with self._on_stream():
-            done = self._copy(bounce, blocks, to_page=False)
-            self._in_use[number] = self._event()
-        return done
+        planes = self.planes
+        stretches = stretches or planes.whole
+        ids = planes.check(pages)
+        with self._accelerator.stream(self._stream):
+            if all(page.in_place for page in pages):
+                for stretch in stretches:
+                    rows = [self._in_place(page, stretch) for page in pages]
+                    self._scatter(stretch.kv, ids, rows, planes.shard.blocks)
+            else:
+                self._load_by_bounce(pages, ids, stretches)
+        return copied_bytes(ids, stretches)
 
-    def save(self, blocks: Sequence[int], page: memoryview) -> int:
-        """Copy the engine's blocks into a writable page; how many bytes. It waits for them."""
-        check_blocks(blocks, self._shard.blocks, self.blocks)
-        _, bounce = self._take_bounce()
-        with self._on_stream():
-            done = self._copy(bounce, blocks, to_page=True)
-        self.finish()
-        self._part(page)[:] = bounce.numpy()
-        return done
+    def save(self, pages: Sequence[PageCopy]) -> int:
+        """Copy the engine's blocks into writable pages; how many bytes. They are there then.
 
-    def finish(self) -> None:
-        """Wait until all copies are done."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        The device fills one buffer while the other is copied into the pages.
+        """
+        planes = self.planes
+        ids = planes.check(pages, whole=True)
+        filled: list[tuple[Any, torch.Tensor, Sequence[PageCopy]]] = []
+        with self._accelerator.stream(self._stream):
+            for some, part_ids in self._chunks(pages, ids, planes.shard.size_bytes):
+                if len(filled) == BUFFERS:
+                    self._empty(*filled.pop(0))
+                buffer = self._take()
+                for stretch in planes.whole:
+                    rows = _rows(buffer, len(some), planes.shard.size_bytes, stretch, 0)
+                    self._gather(stretch.kv, part_ids, rows, planes.shard.blocks)
+                filled.append((self._used(), buffer, some))
+            for each in filled:
+                self._empty(*each)
+        return copied_bytes(ids, planes.whole)
 
-    def _take_bounce(self) -> tuple[int, Any]:
-        number = self._next
-        self._next = (number + 1) % BOUNCE_PAGES
-        if self._in_use[number] is not None:
-            self._in_use[number].synchronize()
-        return number, self._bounce[number]
-
-    def _part(self, page: memoryview) -> NDArray[np.uint8]:
-        shard = self._shard
-        return np.frombuffer(page, np.uint8)[shard.offset : shard.offset + shard.size_bytes]
-
-    def _on_stream(self) -> Any:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        return self._accelerator.stream(self._stream)
-
-    def _event(self) -> Any:
-        if self._stream is None:
-            return None
+    def ready(self) -> Any:
+        """What wait() waits for: all that was queued until now."""
         event = self._accelerator.Event()
         event.record(self._stream)
         return event
 
-    def _copy(self, bounce: Any, blocks: Sequence[int], *, to_page: bool) -> int:
-        at, done = 0, 0
-        for tensor in self._tensors:
-            layers, _, size = tensor.shape
-            part = bounce[at : at + layers * self._shard.blocks * size]
-            part = part.view(layers, self._shard.blocks, size)
-            for position, block, count in runs(blocks):
-                ours = tensor[:, block : block + count]
-                theirs = part[:, position : position + count]
-                if to_page:
-                    theirs.copy_(ours, non_blocking=True)
-                else:
-                    ours.copy_(theirs, non_blocking=True)
-                done += ours.numel()
-            at += part.numel()
-        return done
+    def wait(self, ready: Any) -> None:
+        """What the calling thread gives to the device from now on comes after `ready`."""
+        self._accelerator.current_stream().wait_event(ready)
+
+    def finish(self) -> None:
+        """Wait until all copies are done."""
+        self._stream.synchronize()
+
+    def _load_by_bounce(
+        self, pages: Sequence[PageCopy], ids: NDArray[np.int64], stretches: Sequence[Stretch]
+    ) -> None:
+        start, stop = stretches[0].start, stretches[-1].stop
+        for some, part_ids in self._chunks(pages, ids, stop - start):
+            buffer = self._take()
+            span = _span(stop - start)
+            for number, page in enumerate(some):
+                source = self.planes.part(page.memory)[start:stop]
+                np.copyto(buffer.numpy()[number * span : number * span + source.size], source)
+            for stretch in stretches:
+                rows = _rows(buffer, len(some), stop - start, stretch, start)
+                self._scatter(stretch.kv, part_ids, rows, self.planes.shard.blocks)
+            self._used()
+
+    def _chunks(
+        self, pages: Sequence[PageCopy], ids: NDArray[np.int64], size_bytes: int
+    ) -> Iterator[tuple[Sequence[PageCopy], NDArray[np.int64]]]:
+        """As many pages at a time as `size_bytes` each of them go into a buffer."""
+        step = self._buffer_bytes // _span(size_bytes)
+        blocks = self.planes.shard.blocks
+        for at in range(0, len(pages), step):
+            yield pages[at : at + step], ids[at * blocks : (at + step) * blocks]
+
+    def _take(self) -> torch.Tensor:
+        if self._ring is None:  # on the side stream's device, and only if it is needed
+            self._ring = BounceRing(self.planes.device, self._buffer_bytes, BUFFERS)
+        return self._ring.take()
+
+    def _used(self) -> Any:
+        assert self._ring is not None
+        event = self.ready()
+        self._ring.used(event)
+        return event
+
+    def _empty(self, filled: Any, buffer: torch.Tensor, pages: Sequence[PageCopy]) -> None:
+        """Copy a buffer into pages, once the device has filled it."""
+        filled.synchronize()
+        size = self.planes.shard.size_bytes
+        for number, page in enumerate(pages):
+            at = number * _span(size)
+            np.copyto(self.planes.part(page.memory), buffer.numpy()[at : at + size])
+
+    def _in_place(self, page: PageCopy, stretch: Stretch) -> torch.Tensor:
+        """Its bytes as a tensor; torch would warn of read-only memory, which is only read here."""
+        part = self.planes.part(page.memory)[stretch.start : stretch.stop]
+        window = (ctypes.c_uint8 * part.size).from_address(part.ctypes.data)
+        return torch.frombuffer(window, dtype=torch.uint8)
+
+
+def _span(size_bytes: int) -> int:
+    """From one page to the next in a buffer."""
+    return -(-size_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _rows(
+    buffer: torch.Tensor, pages: int, size_bytes: int, stretch: Stretch, start: int
+) -> list[torch.Tensor]:
+    """A stretch's bytes of each page in a buffer that holds [start, start + size_bytes) of each."""
+    span = _span(size_bytes)
+    return [
+        buffer[number * span + stretch.start - start : number * span + stretch.stop - start]
+        for number in range(pages)
+    ]

@@ -27,6 +27,7 @@ from kvstore.engine_adapter.vllm_probe import (
     call_base_init,
     can_report_saves,
     rank_and_world,
+    runs_layer_hooks,
     share_logging,
 )
 from kvstore.engine_adapter.vllm_scheduler import VllmScheduler
@@ -100,7 +101,9 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
                 self._scheduler = VllmScheduler(settings, vllm_config, kv_cache_config, self._facts)
             elif not problem:
                 rank, world = rank_and_world(vllm_config)
-                self._worker = VllmWorker(rank, world, server_uid=settings.server_uid)
+                self._worker = VllmWorker(
+                    rank, world, server_uid=settings.server_uid, by_layer=settings.load_by_layer
+                )
         except Exception as error:
             problem = str(error) or type(error).__name__
             _log.debug("construction failed", exc_info=True)
@@ -239,16 +242,23 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Sync loads are done when this returns."""
+        """Sync loads are done when this returns, or layer by layer if the forward asks for each."""
         plan = self._step_plan()
         if self._worker is not None and plan is not None:
-            self._worker.start_loads(plan)
+            self._worker.start_loads(plan, hooks_run=runs_layer_hooks(forward_context))
 
+    @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: see start_load_kv."""
+        """Until this step's loads of one layer are there."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        """Whole pages are saved, after the forward."""
+        """Not used: whole pages are saved after the forward, when their tokens are confirmed.
+
+        Nobody waits for a save, and one launch moves all layers; to begin in the forward would
+        cost a launch a layer, and forbid full CUDA graphs.
+        """
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:

@@ -112,3 +112,13 @@ def rank_and_world(vllm_config: Any) -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank()), world
+
+
+def runs_layer_hooks(forward_context: Any) -> bool:
+    """Whether the forward of this context calls a connector's hooks at each layer.
+
+    It does not in a full CUDA graph, nor without attention; nor do we know where it is not told.
+    """
+    mode = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", "")
+    has_attention = bool(getattr(forward_context, "attn_metadata", None))
+    return has_attention and mode in ("NONE", "PIECEWISE")

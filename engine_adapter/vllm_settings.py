@@ -25,6 +25,7 @@ class VllmSettings(BaseModel):
     page_tokens: int | None = Field(default=None, ge=1)  # a multiple of the engine's block
     weights_version: str | None = Field(default=None, min_length=1, max_length=256)
     keep_failure_policy: bool = False  # leave vLLM's kv_load_failure_policy as it is
+    load_by_layer: bool | None = None  # let the forward begin during a load; None: on a GPU
     start_wait_s: float = Field(default=3.0, ge=0, le=60)  # for the store, when the engine starts
     session_pin_s: float = Field(default=SESSION_PIN_S, gt=0)
     pin_ttl_s_max: float = Field(default=24 * 3600.0, gt=0)

@@ -17,6 +17,7 @@ COUNTERS = {
     "asked_tokens": "Prompt tokens of the requests for which the store was asked.",
     "loads_ok": "Loads that every rank finished.",
     "loads_failed": "Loads that were given up and recomputed.",
+    "loads_by_layer": "Loads of a rank whose layers came while the forward computed.",
     "load_bytes": "Bytes copied from the store into the KV cache.",
     "save_bytes": "Bytes copied from the KV cache to the store.",
     "pages_saved": "Pages published in the store.",

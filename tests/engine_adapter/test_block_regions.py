@@ -15,17 +15,15 @@ pytest.importorskip("torch", reason="KV memory is torch's")
 import torch
 from fake_kv_cache import FakeCache, FullAttentionSpec, MambaSpec, make_cache
 
+from kvstore.engine_adapter.block_planes import BlockPlanes, HostBlocks, PageCopy, runs
 from kvstore.engine_adapter.block_regions import (
-    HostBlocks,
     LayoutProblem,
     PageShard,
     RegionFacts,
     difference,
     facts_from_config,
     find_regions,
-    runs,
 )
-from kvstore.engine_adapter.device_blocks import DeviceBlocks
 
 WIDE = FullAttentionSpec(head_size=8)
 
@@ -42,94 +40,100 @@ def facts_of(cache: FakeCache, blocks_per_page: int = 1) -> RegionFacts:
     return facts
 
 
-def host_blocks(
-    cache: FakeCache, blocks_per_page: int, rank: int = 0, kind: Any = HostBlocks
-) -> Any:
-    facts = facts_of(cache, blocks_per_page)
-    tp = cache.vllm_config.parallel_config.tensor_parallel_size
-    shard = PageShard.of_rank(facts, blocks_per_page, tp, rank)
-    return kind(find_regions(cache.kv_caches, cache.config), shard)
+class Copies:
+    """HostBlocks, a page at a time."""
 
+    def __init__(self, cache: FakeCache, blocks_per_page: int, rank: int = 0) -> None:
+        facts = facts_of(cache, blocks_per_page)
+        tp = cache.vllm_config.parallel_config.tensor_parallel_size
+        shard = PageShard.of_rank(facts, blocks_per_page, tp, rank)
+        regions = find_regions(cache.kv_caches, cache.config)
+        self._blocks = HostBlocks(BlockPlanes(regions, shard))
 
-def block_bytes(cache: FakeCache, layer: str, block: int) -> bytes:
-    """One layer's block, read by address arithmetic from the configuration alone."""
-    raw = cache.raw.numpy().view(np.uint8)
-    for tensor in cache.config.kv_cache_tensors:
-        if layer in tensor.layers:
-            spec = cache.config.kv_cache_groups[0].kv_cache_spec
-            size = getattr(spec, "kv_cache_specs", {layer: spec})[layer].page_size_bytes
-            at = tensor.offset + tensor.layers.index(layer) * tensor.layer_stride
-            at += block * tensor.block_stride
-            return raw[at : at + size].tobytes()
-    raise AssertionError(layer)
+    def save(self, blocks: list[int], page: bytearray) -> int:
+        return self._blocks.save([PageCopy(memoryview(page), blocks)])
+
+    def load(self, page: bytes | bytearray, blocks: list[int]) -> int:
+        return self._blocks.load([PageCopy(memoryview(page), blocks)])
 
 
 def expected_page(cache: FakeCache, blocks: list[int]) -> bytes:
-    """A page as the module's docstring says it: for each layer, each block."""
-    return b"".join(block_bytes(cache, layer, b) for layer in cache.kv_caches for b in blocks)
+    """A page as the module's docstring says it, by address arithmetic from the configuration."""
+    raw = cache.raw.numpy().view(np.uint8)
+    spec = cache.config.kv_cache_groups[0].kv_cache_spec
+    heads_apart = cache.config.kv_cache_layout in ("LHBNC", "BHLNC")
+    page = b""
+    for tensor in cache.config.kv_cache_tensors:
+        for number, layer in enumerate(tensor.layers):
+            kind = getattr(spec, "kv_cache_specs", {layer: spec})[layer]
+            runs_there = kind.num_heads if heads_apart else 1
+            size = kind.page_size_bytes // runs_there
+            between = cache.config.num_blocks * size
+            if cache.config.kv_cache_layout == "BHLNC":
+                between = len(tensor.layers) * size
+            for run in range(runs_there):
+                start = tensor.offset + number * tensor.layer_stride + run * between
+                for block in blocks:
+                    at = start + block * tensor.block_stride
+                    page += raw[at : at + size].tobytes()
+    return page
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "BHLNC"])
 @pytest.mark.parametrize("specs", [(FullAttentionSpec(),), (FullAttentionSpec(), WIDE)])
 @pytest.mark.parametrize("blocks", [[3], [5, 6], [9, 2, 3], [4, 3]])
-@pytest.mark.parametrize("kind", [HostBlocks, DeviceBlocks])
 def test_a_page_goes_round_bit_exact_and_its_neighbours_stay(
-    layout: str, specs: tuple[Any, ...], blocks: list[int], kind: Any
+    layout: str, specs: tuple[Any, ...], blocks: list[int]
 ) -> None:
     cache = make_cache(layout=layout, specs=specs, seed=1)
-    copies = host_blocks(cache, len(blocks), kind=kind)
+    copies = Copies(cache, len(blocks))
     page = bytearray(facts_of(cache, len(blocks)).shard_bytes)
-    assert copies.save(blocks, memoryview(page)) == len(page)
+    assert copies.save(blocks, page) == len(page)
     assert bytes(page) == expected_page(cache, blocks)
     there = [7, 8, 10][: len(blocks)]
     before = cache.raw.clone()
-    assert copies.load(memoryview(bytes(page)), there) == len(page)
-    copies.finish()
+    assert copies.load(bytes(page), there) == len(page)
     assert expected_page(cache, there) == bytes(page)
     for untouched in set(range(12)) - set(there):
-        for layer in cache.kv_caches:
-            now = block_bytes(cache, layer, untouched)
-            assert now == block_bytes(replace(cache, raw=before), layer, untouched)
+        assert expected_page(cache, [untouched]) == expected_page(
+            replace(cache, raw=before), [untouched]
+        )
+
+
+@pytest.mark.parametrize("pages", [1, 7])
+def test_steps_bring_whole_layers_and_all_of_them_once(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(layout="LHBNC", specs=(FullAttentionSpec(), WIDE))
+    facts = facts_of(cache, 2)
+    monkeypatch.setattr(
+        "kvstore.engine_adapter.block_planes.STEP_BYTES_MIN", 3 * facts.shard_bytes // 10
+    )
+    regions = find_regions(cache.kv_caches, cache.config)
+    planes = BlockPlanes(regions, PageShard.of_rank(facts, 2, 1, 0))
+    steps = planes.steps(pages)
+    assert len(steps) == {1: 4, 7: 10}[pages]
+    assert [step.start for step in steps[1:]] == [step.stop for step in steps[:-1]]
+    assert (steps[0].start, steps[-1].stop) == (0, facts.shard_bytes)
+    seen = [set(step.layers) for step in steps]
+    assert sum(map(len, seen)) == len(cache.kv_caches), "a layer is in two steps"
+    copies, page = HostBlocks(planes), bytearray(facts.shard_bytes)
+    copies.save([PageCopy(memoryview(page), [1, 2])])
+    for step in steps:
+        copies.load([PageCopy(memoryview(page), [7, 5])], (step,))
+    assert expected_page(cache, [7, 5]) == bytes(page)
 
 
 def test_blocks_that_are_left_out_are_not_touched() -> None:
     cache = make_cache()
-    copies = host_blocks(cache, 4)
+    copies = Copies(cache, 4)
     page = bytearray(facts_of(cache, 4).shard_bytes)
-    copies.save([1, 2, 3, 4], memoryview(page))
+    copies.save([1, 2, 3, 4], page)
     before = expected_page(cache, [6, 8])
     third = expected_page(cache, [2])
-    assert copies.load(memoryview(page), [-1, 7, -1, -1]) == len(page) // 4
+    assert copies.load(page, [-1, 7, -1, -1]) == len(page) // 4
     assert expected_page(cache, [7]) == third
     assert expected_page(cache, [6, 8]) == before
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: copies by stream not tested")
-@pytest.mark.parametrize("blocks", [[5, 6], [9, 2]])
-def test_a_page_goes_round_on_a_gpu_behind_the_work_that_was_given_before(
-    blocks: list[int],
-) -> None:
-    cache = make_cache(seed=1)
-    device = {name: tensor.cuda() for name, tensor in cache.kv_caches.items()}
-    cache.config.kv_cache_tensors = [
-        SimpleNamespace(size=0, shared_by=[name]) for name in cache.kv_caches
-    ]
-    facts = facts_of(cache, 2)
-    copies = DeviceBlocks(find_regions(device, cache.config), PageShard.of_rank(facts, 2, 1, 0))
-    for tensor in device.values():
-        tensor[blocks] += 1
-    copies.begin(copies.mark())
-    page = bytearray(facts.shard_bytes)
-    copies.save(blocks, memoryview(page))
-    for tensor in cache.kv_caches.values():
-        tensor[blocks] += 1
-    assert bytes(page) == expected_page(cache, blocks)
-    copies.begin(copies.mark())
-    for _ in range(6):  # more than there are bounce buffers
-        copies.load(memoryview(bytes(page)), [7, 8])
-    copies.finish()
-    for name, tensor in device.items():
-        assert (tensor[[7, 8]].cpu() == cache.kv_caches[name][blocks]).all()
 
 
 def test_runs_join_neighbours_and_skip_what_is_left_out() -> None:
@@ -143,16 +147,14 @@ def test_kernel_blocks_smaller_than_the_engines_are_the_same_bytes() -> None:
     pages = []
     for cache in (whole, split):
         page = bytearray(facts_of(cache, 2).shard_bytes)
-        host_blocks(cache, 2).save([3, 8], memoryview(page))
+        Copies(cache, 2).save([3, 8], page)
         pages.append(bytes(page))
     assert pages[0] == pages[1]
 
 
 def test_a_kernel_block_that_was_not_declared_is_told() -> None:
     cache = make_cache(ratio=4)
-    found = difference(
-        facts_of(cache), find_regions(cache.kv_caches, cache.config), cache.kv_caches
-    )
+    found = difference(facts_of(cache), find_regions(cache.kv_caches, cache.config))
     assert "--block-size to 2" in found
 
 
@@ -170,9 +172,9 @@ def test_ranks_write_their_own_part_of_a_page_and_replicas_write_once() -> None:
         caches = [make_cache(tp=tp, replicas=replicas, seed=rank) for rank in range(tp)]
         for rank, cache in enumerate(caches):
             if shards[rank].writes:
-                host_blocks(cache, 2, rank).save([1, 2], memoryview(page))
+                Copies(cache, 2, rank).save([1, 2], page)
         for rank, cache in enumerate(caches):
-            host_blocks(cache, 2, rank).load(memoryview(page), [6, 9])
+            Copies(cache, 2, rank).load(page, [6, 9])
             writer = rank - rank % replicas
             assert expected_page(cache, [6, 9]) == expected_page(caches[writer], [1, 2])
 
@@ -215,12 +217,20 @@ def test_layers_that_share_their_memory_are_copied_once() -> None:
     assert sum(region.block_bytes for region in regions) == facts_of(cache).block_bytes
 
 
-@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
-def test_scattered_blocks_are_refused_with_a_way_out(layout: str) -> None:
-    cache = make_cache(layout=layout)
-    assert "set VLLM_KV_CACHE_LAYOUT" in ask(cache).problem
-    with pytest.raises(LayoutProblem, match="scattered"):
-        find_regions(cache.kv_caches, cache.config)
+def test_scattered_blocks_are_refused_with_a_way_out() -> None:
+    """Heads apart are runs; heads and tokens apart are crumbs."""
+    cache = make_cache(blocks=12)
+    crumbs = {
+        name: torch.zeros(3, 8, 12, 4, dtype=torch.int16).permute(2, 0, 1, 3)[:, :, ::2]
+        for name in cache.kv_caches
+    }
+    cache.config.kv_cache_tensors = [SimpleNamespace(size=0, shared_by=[n]) for n in crumbs]
+    with pytest.raises(LayoutProblem, match=r"scattered.*set VLLM_KV_CACHE_LAYOUT"):
+        find_regions(crumbs, cache.config)
+
+
+def spoil_name(cache: FakeCache) -> None:
+    cache.config.kv_cache_layout = "LBNCH"
 
 
 def spoil_group(cache: FakeCache) -> None:
@@ -255,6 +265,7 @@ def spoil_layers(cache: FakeCache) -> None:
         (spoil_stages, "pipeline_parallel_size is 2"),
         (spoil_context, "decode_context_parallel_size is 2"),
         (spoil_layout, "KV cache layout None"),
+        (spoil_name, "KV cache layout LBNCH; set VLLM_KV_CACHE_LAYOUT to one of"),
         (spoil_layers, "4 layers have KV memory, 5 a block table"),
     ],
 )
@@ -302,11 +313,11 @@ def test_old_engines_declare_no_strides_and_are_read_from_their_tensors() -> Non
 @pytest.mark.parametrize("blocks", [[1], [0, 1], [1, 12], [1, -2]])
 def test_a_page_that_cannot_be_is_refused_before_a_byte_moves(blocks: list[int]) -> None:
     cache = make_cache()
-    copies = host_blocks(cache, 2)
+    copies = Copies(cache, 2)
     page = bytes(facts_of(cache, 2).shard_bytes)
     before = cache.raw.clone()
     with pytest.raises(ValueError, match="block"):
-        copies.load(memoryview(page), blocks)
+        copies.load(page, blocks)
     assert (cache.raw == before).all()
 
 

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="KV memory is torch's")
 
-from fake_kv_cache import FakeCache, make_cache
+from fake_kv_cache import make_cache
 from raw_client import wait_until
 from server_process import ServerProcess
+from worker_engines import (
+    Engine,
+    bytes_of,
+    facts_of,
+    load_job,
+    make_engine,
+    numbers,
+    page_blocks,
+    tokens_of,
+)
 
-from kvstore import CacheSpec
 from kvstore import kvstore_pb2 as pb
-from kvstore.connect import connect
-from kvstore.engine_adapter.block_regions import PageShard, RegionFacts, facts_from_config
 from kvstore.engine_adapter.transfer_plan import (
     Grant,
-    LoadDone,
     LoadJob,
     PageLoad,
     PageSave,
-    SaveDone,
     SaveJob,
     StepPlan,
-    WorkerReport,
 )
 from kvstore.engine_adapter.vllm_worker import VllmWorker
 
@@ -37,14 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.remote_match import RemoteMatch
-    from kvstore.remote_session import RemoteSession
-
 pytestmark = pytest.mark.slow
-
-BLOCKS_PER_PAGE = 2
-PAGE_TOKENS = 16
-_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
@@ -60,140 +55,18 @@ def own(tmp_path: Path) -> Iterator[ServerProcess]:
         yield server.start()
 
 
-def facts_of(cache: FakeCache) -> RegionFacts:
-    return facts_from_config(
-        cache.vllm_config, cache.config, BLOCKS_PER_PAGE, inside=lambda config, spec: "FAKE"
-    )
-
-
-@dataclass
-class Engine:
-    """What the scheduler side does, as far as workers see it, and a worker for each rank."""
-
-    store: Any
-    session: RemoteSession
-    caches: list[FakeCache]
-    workers: list[VllmWorker]
-    loads: list[LoadDone] = field(default_factory=list)
-    saves: list[SaveDone] = field(default_factory=list)
-    epochs: dict[int, int] = field(default_factory=dict)
-    counters: dict[str, float] = field(default_factory=dict)
-    received: list[str] = field(default_factory=list)
-    bad_blocks: set[int] = field(default_factory=set)
-
-    def step(self, plan: StepPlan) -> None:
-        """One engine step on all ranks, in the order of the engine's hooks."""
-        merged = WorkerReport()
-        for worker in self.workers:
-            worker.handle_fences(plan)
-            worker.start_loads(plan)
-            worker.submit_saves(plan)
-            received, bad = worker.poll(set())
-            self.received += sorted(received)
-            self.bad_blocks |= bad
-            report = worker.report()
-            if report is not None:
-                merged = merged.merged(report)
-        self.loads += merged.loads
-        self.saves += merged.saves
-        self.epochs |= merged.attached_epoch
-        for name, amount in merged.counters.items():
-            self.counters[name] = self.counters.get(name, 0) + amount
-
-    def until(self, condition: Any) -> None:
-        """Empty steps until it holds."""
-        wait_until(lambda: (self.step(StepPlan()), condition())[1])
-
-    def grant(self) -> Grant:
-        made = self.session.attach_tokens(len(self.workers))
-        assert made is not None
-        return Grant(made.epoch, str(made.path), made.tokens)
-
-    def attach(self) -> Engine:
-        self.step(StepPlan(grant=self.grant()))
-        ranks = range(len(self.workers))
-        self.until(lambda: self.epochs == dict.fromkeys(ranks, self.session.epoch))
-        return self
-
-    def save(self, tokens: np.ndarray, blocks: list[int]) -> int:
-        """Store a prompt whose pages lie in `blocks`, two each; pages that were new."""
-        run = self.session.reserve(tokens, deadline_s=5.0)
-        pages = [
-            PageSave(offset, page_blocks(blocks, run.start + number))
-            for number, offset in enumerate(run.offsets.tolist())
-        ]
-        job = SaveJob(next(_numbers), tuple(pages))
-        self.step(StepPlan(epoch=self.session.epoch, saves=(job,)))
-        self.until(lambda: len(self.answers(job)) == len(self.workers))
-        assert all(done.ok for done in self.answers(job)), self.saves
-        return run.commit().pages
-
-    def answers(self, job: LoadJob | SaveJob) -> list[Any]:
-        return [done for done in [*self.loads, *self.saves] if done.job == job.job]
-
-    def load(self, hit: RemoteMatch, blocks: list[int], **more: Any) -> LoadJob:
-        """Plan a load of all of a match into `blocks`, and wait for its end."""
-        job = load_job(hit, blocks, **more)
-        self.step(StepPlan(epoch=self.session.epoch, loads=(job,)))
-        self.until(lambda: len(self.answers(job)) == len(self.workers))
-        return job
-
-
-def page_blocks(blocks: list[int], page: int) -> tuple[int, ...]:
-    return tuple(blocks[page * BLOCKS_PER_PAGE : (page + 1) * BLOCKS_PER_PAGE])
-
-
-def load_job(
-    hit: RemoteMatch, blocks: list[int], *, sync: bool = False, deadline_s: float = 5.0
-) -> LoadJob:
-    places = zip(*hit.places(0, hit.host_pages), strict=True)
-    pages = tuple(
-        PageLoad(int(slot), int(generation), page_blocks(blocks, page))
-        for page, (slot, generation) in enumerate(places)
-    )
-    number = next(_numbers)
-    return LoadJob(number, f"request {number}", pages, sync, deadline_s)
-
-
-def engine(address: str, *, tp: int = 1, replicas: int = 1, salt: str = "") -> Engine:
-    """A fresh engine with noise in its KV memory; one of equal `salt` shares its pages."""
-    caches = [make_cache(tp=tp, replicas=replicas, seed=rank) for rank in range(tp)]
-    facts = facts_of(caches[0])
-    page_bytes = PageShard.of_rank(facts, BLOCKS_PER_PAGE, tp, 0).page_bytes
-    spec = CacheSpec.opaque("worker", page_tokens=PAGE_TOKENS, page_bytes=page_bytes)
-    store: Any = connect(address, lookup_deadline_s=5.0)
-    session = store.session(spec, salt=(salt or f"own {next(_numbers)}").encode())
-    workers = [VllmWorker(rank, tp) for rank in range(tp)]
-    for worker, cache in zip(workers, caches, strict=True):
-        assert worker.register(cache.kv_caches, cache.config, facts).problem == ""
-    return Engine(store, session, caches, workers)
-
-
 @pytest.fixture
 def engines(server: ServerProcess) -> Iterator[Any]:
     """Makes engines, and ends them."""
     made: list[Engine] = []
 
     def make(address: str = server.address, **more: Any) -> Engine:
-        made.append(engine(address, **more))
+        made.append(make_engine(address, **more))
         return made[-1]
 
     yield make
     for each in made:
-        for worker in each.workers:
-            worker.shutdown()
-        each.store.close()
-
-
-def tokens_of(pages: int) -> np.ndarray:
-    return np.arange(pages * PAGE_TOKENS, dtype=np.int32) + 1000 * next(_numbers)
-
-
-def bytes_of(cache: FakeCache, blocks: list[int]) -> bytes:
-    """All layers of those blocks."""
-    return b"".join(
-        tensor.numpy()[block].tobytes() for tensor in cache.kv_caches.values() for block in blocks
-    )
+        each.close()
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -312,10 +185,10 @@ def test_a_server_that_is_killed_leaves_what_is_mapped_and_nothing_hangs(
     mine.until(lambda: mine.answers(mapped))
     unknown = PageLoad(mapped.pages[0].slot + (999 << 24), 2, (9, 10))
     run = mine.session.reserve(tokens_of(1))
-    save = SaveJob(next(_numbers), (PageSave(int(run.offsets[0]), (1, 2)),))
+    save = SaveJob(next(numbers), (PageSave(int(run.offsets[0]), (1, 2)),))
     own.kill()
-    again = LoadJob(next(_numbers), "again", mapped.pages, sync=True, deadline_s=5.0)
-    lost = LoadJob(next(_numbers), "lost", (unknown,), sync=False, deadline_s=5.0)
+    again = LoadJob(next(numbers), "again", mapped.pages, sync=True, deadline_s=5.0)
+    lost = LoadJob(next(numbers), "lost", (unknown,), sync=False, deadline_s=5.0)
     mine.step(StepPlan(epoch=epoch, loads=(again, lost), saves=(save,)))
     mine.until(lambda: mine.answers(lost) and mine.answers(save))
     assert mine.answers(again)[0].ok, "what is mapped stays as it was"
@@ -349,10 +222,10 @@ def test_every_job_is_answered_once_whatever_is_wrong_with_it(engines: Any) -> N
         }
         jobs = {}
         for sync, (reason, (epoch, page)) in itertools.product([True, False], wrong.items()):
-            job = LoadJob(next(_numbers), reason, (page,), sync, 5.0)
+            job = LoadJob(next(numbers), reason, (page,), sync, 5.0)
             jobs[job.job] = reason
             mine.step(StepPlan(epoch=epoch or mine.session.epoch, loads=(job,)))
-        late = LoadJob(next(_numbers), "late", (good,), sync=True, deadline_s=0.0)
+        late = LoadJob(next(numbers), "late", (good,), sync=True, deadline_s=0.0)
         jobs[late.job] = "deadline"
         mine.step(StepPlan(epoch=mine.session.epoch, loads=(late,)))
         mine.until(lambda: {done.job for done in mine.loads} >= set(jobs))
@@ -363,7 +236,7 @@ def test_every_job_is_answered_once_whatever_is_wrong_with_it(engines: Any) -> N
         assert done.bad_blocks
     staging = [(0, 1 << 40, "no such staging"), (12345, 0, "not attached")]
     for epoch, offset, reason in staging:
-        save = SaveJob(next(_numbers), (PageSave(offset, (1, 2)),))
+        save = SaveJob(next(numbers), (PageSave(offset, (1, 2)),))
         mine.step(StepPlan(epoch=epoch or mine.session.epoch, saves=(save,)))
         mine.until(lambda save=save: mine.answers(save))
         assert [(done.ok, done.reason) for done in mine.answers(save)] == [(False, reason)]
@@ -395,7 +268,7 @@ def test_blocks_are_copied_before_a_fence_lets_them_be_reused(engines: Any) -> N
             PageSave(offset, page_blocks(blocks, page))
             for page, offset in enumerate(run.offsets.tolist())
         ]
-        job, before = SaveJob(next(_numbers), tuple(pages)), bytes_of(mine.caches[0], blocks)
+        job, before = SaveJob(next(numbers), tuple(pages)), bytes_of(mine.caches[0], blocks)
         mine.step(StepPlan(epoch=mine.session.epoch, saves=(job,)))
         [worker] = mine.workers
         worker.handle_fences(StepPlan(fenced=(job.job, 10**9)))
