@@ -27,6 +27,7 @@ log = logging.getLogger("kvstore.engine_adapter")
 # Flags of cudaHostRegister, and attributes of cuDeviceGetAttribute, as CUDA's headers number them.
 PORTABLE, READ_ONLY = 1, 8
 HOST_REGISTER, HOST_PAGE_TABLES, READ_ONLY_HOST_REGISTER = 99, 100, 113
+SAME_POINTER = 91
 
 
 class PinWay(StrEnum):
@@ -46,6 +47,7 @@ class DeviceFacts:
     host_register: bool = False
     read_only_host_register: bool = False  # the flag for memory that is mapped read-only
     host_page_tables: bool = False  # it reads the CPU's page tables: read-only needs no flag
+    same_pointer: bool = True  # kernels may use the CPU's addresses of what is registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,10 @@ def choose_pin(facts: DeviceFacts, *, writable: bool = False) -> PinChoice:
     if not facts.host_register:
         return PinChoice(
             PinWay.BOUNCE, 0, f"this {facts.type} device reports no registration of host memory"
+        )
+    if not facts.same_pointer:
+        return PinChoice(
+            PinWay.BOUNCE, 0, "the device knows registered memory by other addresses than the CPU"
         )
     if facts.read_only_host_register:
         return PinChoice(
@@ -104,6 +110,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
         host_register=_attribute(driver, HOST_REGISTER, number),
         read_only_host_register=_attribute(driver, READ_ONLY_HOST_REGISTER, number),
         host_page_tables=_attribute(driver, HOST_PAGE_TABLES, number),
+        same_pointer=_attribute(driver, SAME_POINTER, number),
     )
 
 

@@ -68,6 +68,7 @@ def mapping() -> memoryview:
         (DeviceFacts("cuda", True, True, True), PinWay.READ_ONLY, PinWay.READ_ONLY),
         (DeviceFacts("cuda", True, False, True), PinWay.READ_ONLY, PinWay.READ_ONLY),
         (DeviceFacts("cuda", True, False, False), PinWay.BOUNCE, PinWay.TRUSTED),
+        (DeviceFacts("cuda", True, True, True, False), PinWay.BOUNCE, PinWay.BOUNCE),
         (DeviceFacts("xpu"), PinWay.BOUNCE, PinWay.BOUNCE),
     ],
 )

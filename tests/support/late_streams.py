@@ -12,9 +12,9 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore.kernels.gather import gather_kernel, launch
+from kvstore.kernels.gather import gather, gather_kernel, launch
 from kvstore.kernels.paged_kv import TokenOrder
-from kvstore.kernels.scatter import scatter_kernel
+from kvstore.kernels.scatter import scatter, scatter_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,8 +74,12 @@ class LateDevice:
 
     Event = LateEvent
 
-    def __init__(self, *, compute_at_once: bool = False) -> None:
-        """compute_at_once: for an engine whose own work is no stream's, as any on a CPU."""
+    def __init__(self, *, compute_at_once: bool = False, wrappers: bool = False) -> None:
+        """compute_at_once: for an engine whose own work is no stream's, as any on a CPU.
+
+        wrappers: kernels are not interpreted, which takes long; their wrappers copy for a CPU.
+        """
+        self._wrappers = wrappers
         self.compute = LateStream(at_once=compute_at_once)
         self.launches: list[tuple[str, LateStream]] = []
         self._local = threading.local()
@@ -96,10 +100,12 @@ class LateDevice:
             self._local.stream = before
 
     def gather(self, kv: Any, ids: Any, rows: Any, blocks_a_page: int) -> None:
-        self._queue("gather", gather_kernel, kv, ids, rows, blocks_a_page)
+        kernel = gather if self._wrappers else gather_kernel
+        self._queue("gather", kernel, kv, ids, rows, blocks_a_page)
 
     def scatter(self, kv: Any, ids: Any, rows: Any, blocks_a_page: int) -> None:
-        self._queue("scatter", scatter_kernel, kv, ids, rows, blocks_a_page)
+        kernel = scatter if self._wrappers else scatter_kernel
+        self._queue("scatter", kernel, kv, ids, rows, blocks_a_page)
 
     def _queue(
         self, name: str, kernel: Any, kv: Any, ids: Any, rows: Any, blocks_a_page: int
@@ -107,6 +113,9 @@ class LateDevice:
         stream = self.current_stream()
         self.launches.append((name, stream))
         ids = kv.check_ids(ids).copy()
+        if self._wrappers:
+            stream.give(partial(kernel, kv, ids, list(rows), blocks_a_page))
+            return
         tokens = len(ids) * kv.block_tokens
         order = TokenOrder.HND
         stream.give(partial(launch, kernel, kv, ids, list(rows), blocks_a_page, order, tokens))
