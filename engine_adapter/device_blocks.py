@@ -9,7 +9,6 @@ read, only after the event behind the copy that used it. One thread at a time.
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from kvstore.engine_adapter.block_planes import copied_bytes
 from kvstore.engine_adapter.pinned_arena import BounceRing
 from kvstore.kernels.gather import gather
+from kvstore.kernels.paged_kv import page_tensor
 from kvstore.kernels.scatter import scatter
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ class DeviceBlocks:
         with self._accelerator.stream(self._stream):
             if all(page.in_place for page in pages):
                 for stretch in stretches:
-                    rows = [self._in_place(page, stretch) for page in pages]
+                    rows = [
+                        page_tensor(planes.part(page.memory)[stretch.start : stretch.stop].data)
+                        for page in pages
+                    ]
                     self._scatter(stretch.kv, ids, rows, planes.shard.blocks)
             else:
                 self._load_by_bounce(pages, ids, stretches)
@@ -162,12 +165,6 @@ class DeviceBlocks:
         for number, page in enumerate(pages):
             at = number * _span(size)
             np.copyto(self.planes.part(page.memory), buffer.numpy()[at : at + size])
-
-    def _in_place(self, page: PageCopy, stretch: Stretch) -> torch.Tensor:
-        """Its bytes as a tensor; torch would warn of read-only memory, which is only read here."""
-        part = self.planes.part(page.memory)[stretch.start : stretch.stop]
-        window = (ctypes.c_uint8 * part.size).from_address(part.ctypes.data)
-        return torch.frombuffer(window, dtype=torch.uint8)
 
 
 def _span(size_bytes: int) -> int:

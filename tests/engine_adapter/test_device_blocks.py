@@ -226,35 +226,38 @@ def test_buffers_are_used_again_only_when_the_device_is_done_with_them(
         assert cache.page([block]) == contents[last]
 
 
-def test_copies_come_behind_what_the_engine_gave_before_and_before_what_waits_for_them() -> None:
+def test_copies_come_behind_what_the_engine_gave_before() -> None:
+    """The step before may still write to blocks that are loaded, or compute those to be saved."""
     cache = together(False)
     planes, device = cache.planes(1), LateDevice()
     copies = device_blocks_of(planes, device)
-    content = bytes(range(1, 1 + 255)) * (planes.shard.page_bytes // 255 + 1)
-    page = PageCopy(memoryview(content[: planes.shard.page_bytes]), [3])
-    [first, *_] = cache.memory
-
-    def overwrite() -> None:
-        first.view(torch.uint8)[3] = 0
-
-    device.compute.give(overwrite)  # the step before still writes there
+    content = bytes([1]) * planes.shard.page_bytes
+    device.compute.give(lambda: cache.memory[0].view(torch.uint8)[3].fill_(0))
     copies.begin(copies.mark())
-    copies.load([page])
-    seen: list[bytes] = []
-    copies.wait(copies.ready())
-    device.compute.give(lambda: seen.append(cache.page([3])))  # the forward reads it
+    copies.load([PageCopy(memoryview(content), [3])])
+    copies.finish()
     device.compute.synchronize()
-    assert seen == [bytes(page.memory)]
-
-    def compute() -> None:
-        first.view(torch.uint8)[3] = 7
-
-    device.compute.give(compute)
+    assert cache.page([3]) == content
+    device.compute.give(lambda: cache.memory[0].view(torch.uint8)[3].fill_(2))
     copies.begin(copies.mark())
     saved = pages_of(planes, [[3]])
     copies.save(saved)
+    device.compute.synchronize()
+    assert set(cache.page([3])) == {1, 2}
     assert bytes(saved[0].memory) == cache.page([3])
-    assert 7 in saved[0].memory
+
+
+def test_what_the_engine_gives_after_waiting_finds_the_copy_done() -> None:
+    cache = together(False)
+    planes, device = cache.planes(1), LateDevice()
+    copies = device_blocks_of(planes, device)
+    content = bytes([1]) * planes.shard.page_bytes
+    copies.load([PageCopy(memoryview(content), [3])])
+    seen: list[bytes] = []
+    copies.wait(copies.ready())
+    device.compute.give(lambda: seen.append(cache.page([3])))
+    device.compute.synchronize()
+    assert seen == [content]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

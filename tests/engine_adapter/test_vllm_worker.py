@@ -16,6 +16,7 @@ from server_process import ServerProcess
 from worker_engines import (
     Engine,
     bytes_of,
+    evict_all,
     facts_of,
     load_job,
     make_engine,
@@ -24,7 +25,6 @@ from worker_engines import (
     tokens_of,
 )
 
-from kvstore import kvstore_pb2 as pb
 from kvstore.engine_adapter.transfer_plan import (
     Grant,
     LoadJob,
@@ -132,10 +132,6 @@ def test_a_page_that_moved_is_named_with_all_after_it(engines: Any, sync: bool) 
     assert mine.bad_blocks == {9, 10, 11}
     assert mine.received == ([] if sync else [job.request])
     assert bytes_of(mine.caches[0], [7, 8]) == bytes_of(mine.caches[0], [1, 2])
-
-
-def evict_all(engine: Engine) -> None:
-    engine.store._link.channel.call("Evict", pb.EvictRequest(everything=True), 5)
 
 
 def test_loads_beside_evictions_are_right_or_named(own: ServerProcess, engines: Any) -> None:

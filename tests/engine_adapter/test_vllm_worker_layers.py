@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("torch", reason="KV memory is torch's")
 
 from late_streams import LateDevice
+from raw_client import wait_until
 from server_process import ServerProcess
-from worker_engines import Engine, bytes_of, load_job, make_engine, tokens_of
+from worker_engines import Engine, bytes_of, evict_all, load_job, make_engine, tokens_of
 
+from kvstore.engine_adapter.arena_view import NotThere
 from kvstore.engine_adapter.block_planes import BlockPlanes, HostBlocks, PageCopy, Stretch
 from kvstore.engine_adapter.device_blocks import DeviceBlocks
 from kvstore.engine_adapter.transfer_plan import LoadJob, PageLoad, StepPlan
@@ -155,6 +157,43 @@ def test_layers_that_nobody_waits_for_are_computed_again_and_loads_are_whole_fro
     [done] = mine.answers(again)
     assert done.ok
     assert mine.counters["loads_by_layer"] == 1, "the second was whole"
+
+
+class SlotsMove(HostBlocks):
+    """What is loaded is evicted before the copy is done."""
+
+    evict: Callable[[], None]
+
+    def load(self, pages: Sequence[PageCopy], stretches: Sequence[Stretch] = ()) -> int:
+        copied = super().load(pages, stretches)
+        SlotsMove.evict()
+        return copied
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_pages_that_move_during_the_copy_are_not_taken_for_right(
+    server: ServerProcess, by_layer: bool
+) -> None:
+    mine = make_engine(server.address, by_layer=by_layer, copier=SlotsMove).attach()
+    try:
+        job = stored_job(mine)
+        first = job.pages[0]
+
+        def is_gone() -> bool:  # the lease may end a moment after it was given back
+            evict_all(mine)
+            try:
+                mine.workers[0]._arena.page(mine.session.epoch, first.slot, first.generation, 1)
+            except NotThere:
+                return True
+            return False
+
+        SlotsMove.evict = lambda: wait_until(is_gone)
+        forward(mine, job)
+        [done] = mine.answers(job)
+        assert (done.ok, done.reason) == (False, "moved")
+        assert mine.bad_blocks == set(THERE)
+    finally:
+        mine.close()
 
 
 class BreaksAtThird(HostBlocks):

@@ -2,19 +2,18 @@
 
 Work runs when somebody waits for it, or work behind it, and not before. So a buffer that is filled
 again too early, bytes that are read too early, and work that is not ordered behind other work show
-as wrong bytes, each time. Kernels run in Triton's interpreter.
+as wrong bytes, each time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore.kernels.gather import gather, gather_kernel, launch
-from kvstore.kernels.paged_kv import TokenOrder
-from kvstore.kernels.scatter import scatter, scatter_kernel
+from kvstore.kernels.gather import gather
+from kvstore.kernels.jit import interpreted
+from kvstore.kernels.scatter import scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +76,7 @@ class LateDevice:
     def __init__(self, *, compute_at_once: bool = False, wrappers: bool = False) -> None:
         """compute_at_once: for an engine whose own work is no stream's, as any on a CPU.
 
-        wrappers: kernels are not interpreted, which takes long; their wrappers copy for a CPU.
+        wrappers: they copy as for a CPU, and don't interpret the kernels, which takes long.
         """
         self._wrappers = wrappers
         self.compute = LateStream(at_once=compute_at_once)
@@ -99,23 +98,18 @@ class LateDevice:
         finally:
             self._local.stream = before
 
-    def gather(self, kv: Any, ids: Any, rows: Any, blocks_a_page: int) -> None:
-        kernel = gather if self._wrappers else gather_kernel
-        self._queue("gather", kernel, kv, ids, rows, blocks_a_page)
+    def gather(self, *args: Any) -> None:
+        self._queue("gather", gather, args)
 
-    def scatter(self, kv: Any, ids: Any, rows: Any, blocks_a_page: int) -> None:
-        kernel = scatter if self._wrappers else scatter_kernel
-        self._queue("scatter", kernel, kv, ids, rows, blocks_a_page)
+    def scatter(self, *args: Any) -> None:
+        self._queue("scatter", scatter, args)
 
-    def _queue(
-        self, name: str, kernel: Any, kv: Any, ids: Any, rows: Any, blocks_a_page: int
-    ) -> None:
+    def _queue(self, name: str, wrapper: Callable[..., None], args: tuple[Any, ...]) -> None:
         stream = self.current_stream()
         self.launches.append((name, stream))
-        ids = kv.check_ids(ids).copy()
-        if self._wrappers:
-            stream.give(partial(kernel, kv, ids, list(rows), blocks_a_page))
-            return
-        tokens = len(ids) * kv.block_tokens
-        order = TokenOrder.HND
-        stream.give(partial(launch, kernel, kv, ids, list(rows), blocks_a_page, order, tokens))
+
+        def run() -> None:
+            with contextlib.nullcontext() if self._wrappers else interpreted():
+                wrapper(*args)
+
+        stream.give(run)

@@ -14,6 +14,7 @@ from fake_kv_cache import FakeCache, make_cache
 from raw_client import wait_until
 
 from kvstore import CacheSpec
+from kvstore import kvstore_pb2 as pb
 from kvstore.connect import connect
 from kvstore.engine_adapter.block_regions import PageShard, RegionFacts, facts_from_config
 from kvstore.engine_adapter.transfer_plan import (
@@ -166,3 +167,8 @@ def bytes_of(cache: FakeCache, blocks: list[int]) -> bytes:
     return b"".join(
         tensor.numpy()[block].tobytes() for tensor in cache.kv_caches.values() for block in blocks
     )
+
+
+def evict_all(engine: Engine) -> None:
+    """Of the whole store."""
+    engine.store._link.channel.call("Evict", pb.EvictRequest(everything=True), 5)
