@@ -29,7 +29,9 @@ BLOCKS, SHAPE, LAYERS = 40, (16, 8, 256), 4
 
 def caches() -> dict[str, torch.Tensor]:
     """[blocks, heads, tokens, K and V], tokens before heads in memory."""
-    made = {f"layers.{n}": torch.randn(BLOCKS, *SHAPE, device="cuda").bfloat16() for n in range(4)}
+    made = {
+        f"layers.{n}": torch.randn(BLOCKS, *SHAPE, device="cuda").bfloat16() for n in range(LAYERS)
+    }
     return {name: tensor.transpose(1, 2) for name, tensor in made.items()}
 
 

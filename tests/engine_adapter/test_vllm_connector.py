@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -109,6 +110,47 @@ def test_what_one_engine_computed_another_loads_byte_for_byte(engines: Any) -> N
     assert sum(sources.values()) == tokens
     _, told = second.scheduler.request_finished(request, blocks)
     assert told["kvstore"]["reused_tokens"] == 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("mode", "metadata", "by_layer"),
+    [
+        ("NONE", {"layer": 1}, 1),
+        ("PIECEWISE", {"layer": 1}, 1),
+        ("FULL", {"layer": 1}, 0),
+        ("NONE", None, 0),
+        ("SOME_NEW_MODE", {"layer": 1}, 0),
+    ],
+)
+def test_layers_come_during_a_forward_that_asks_for_them_and_else_before_it(
+    engines: Any, mode: str, metadata: Any, by_layer: int
+) -> None:
+    name = f"layers {mode} {metadata}"
+    first, second = attached(engines(name)), attached(engines(name, load_by_layer=True))
+    stored(first, PROMPT, [1, 2, 3, 4, 5])
+    context = SimpleNamespace(
+        cudagraph_runtime_mode=SimpleNamespace(name=mode), attn_metadata=metadata
+    )
+    blocks, expected = [11, 12, 13, 14, 15], bytes_of(first, [1, 2, 3, 4])
+    begin = second.worker.start_load_kv
+
+    def begin_and_compute(_: Any) -> None:
+        begin(context)
+        if not by_layer:
+            assert bytes_of(second, blocks[:4]) == expected
+        for layer in second.cache.kv_caches:
+            second.worker.wait_for_layer_load(layer)
+        assert bytes_of(second, blocks[:4]) == expected
+
+    request = make_request(PROMPT)
+    second.scheduler.on_new_request(request)
+    assert second.match(request) == (2 * PAGE, False)
+    second.worker.start_load_kv = begin_and_compute
+    second.compute(request, blocks, external=2 * PAGE)
+    assert not second.bad_blocks
+    told = second.scheduler.get_kv_connector_stats().data
+    assert told["loads_ok"] == 1
+    assert told.get("loads_by_layer", 0) == by_layer
 
 
 def test_a_slow_copy_is_loaded_beside_the_steps_and_reported_once(engines: Any) -> None:
