@@ -37,6 +37,8 @@ TARGETS = [
 COPY: dict[str, Any] = {"PLANES": 64, "BLOCKS_A_PAGE": 2, "HEADS": 8, "TOKENS": 16, "WORDS": 32}
 COPY |= {"ALIGNED": True, "BLOCK": WORDS_A_PROGRAM, "WORD": tl.int64}
 GATHER = COPY | {"TO_PAGES": True}
+# vLLM's blocks, moved whole: K and V of 16 tokens as one row.
+WHOLE = COPY | {"PLANES": 32, "HEADS": 1, "TOKENS": 1, "WORDS": 8192, "HEADS_FIRST": True}
 TILES: dict[str, Any] = {"PLANES": 64, "HEADS": 8, "PAGE_TOKENS": 32, "BLOCK_TOKENS": 16}
 TILES |= {"DIM": 128, "DIM_PADDED": 128}
 GROUPS = TILES | {"KINDS": 2, "GROUP": 32, "CHANNELS": 32}
@@ -53,6 +55,10 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
         )
         for name, to_pages in (("gather", True), ("scatter", False))
         for order in ("hnd", "nhd")
+    ),
+    *(
+        (f"{name} whole blocks", copy_kernel, WHOLE | {"TO_PAGES": to_pages})
+        for name, to_pages in (("gather", True), ("scatter", False))
     ),
     (
         "gather bytes",

@@ -37,5 +37,5 @@ def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
     for line in lines:
         assert 0 < line["registers"] <= REGISTERS_MAX[line["target"].split()[0]], line
         assert line["shared_bytes"] <= SHARED_BYTES_MAX, line
-        if line["kernel"].startswith(("gather h", "gather n", "scatter")):
+        if line["kernel"].startswith(("gather h", "gather n", "gather w", "scatter")):
             assert line["wide"], f"no 16-byte accesses: {line}"
