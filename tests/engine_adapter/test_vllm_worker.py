@@ -138,10 +138,11 @@ def test_loads_beside_evictions_are_right_or_named(own: ServerProcess, engines: 
     """The lease is given back while the copy runs: the generation alone tells."""
     mine = engines(own.address).attach()
     tokens = tokens_of(2)
-    stop, seen = threading.Event(), set()
+    stop, staged, seen = threading.Event(), threading.Event(), set()
 
     def evict() -> None:
-        while not stop.is_set():
+        while staged.wait() and not stop.is_set():
+            staged.clear()
             evict_all(mine)
 
     evictor = threading.Thread(target=evict)
@@ -154,6 +155,7 @@ def test_loads_beside_evictions_are_right_or_named(own: ServerProcess, engines: 
                 continue
             job = load_job(hit, [7, 8, 9, 10])
             hit.release()
+            staged.set()
             mine.bad_blocks.clear()
             mine.step(StepPlan(epoch=mine.session.epoch, loads=(job,)))
             mine.until(lambda job=job: mine.answers(job))
@@ -164,6 +166,7 @@ def test_loads_beside_evictions_are_right_or_named(own: ServerProcess, engines: 
             assert bytes_of(mine.caches[0], good) == bytes_of(mine.caches[0], was)
     finally:
         stop.set()
+        staged.set()
         evictor.join()
     assert seen, "no load was made at all"
 
