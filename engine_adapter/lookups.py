@@ -113,9 +113,9 @@ class Lookups:
                 taken = grant
         return taken
 
-    def wait(self, wait_s: float) -> None:
-        """Until there is news, at most so long."""
-        self._news.wait(wait_s)
+    def wait(self, wait_s: float) -> bool:
+        """Until there is news, at most so long; whether there is."""
+        return self._news.wait(wait_s)
 
     def drain(self, epoch: int) -> list[StoreEvent]:
         """Answers since the last call; those of another epoch have become misses."""

@@ -34,6 +34,7 @@ from kvstore.engine_adapter.vllm_identity import (
     find_weights,
     weights_memory,
 )
+from kvstore.engine_adapter.vllm_idle import WAIT_S, IdleWait
 from kvstore.engine_adapter.vllm_probe import block_ids, hit_sources, vllm_version
 from kvstore.engine_adapter.vllm_stats import KVStoreStats, changes
 
@@ -44,10 +45,7 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.transfer_plan import WorkerReport
     from kvstore.engine_adapter.vllm_settings import VllmSettings
 
-IDLE_WAIT_S = 0.005
 LOADING_WAIT_S = 0.002  # workers tell only in a step that their load is done
-# What is slow is looked at less often, up to so long: others that come meanwhile wait as long.
-IDLE_WAIT_S_MAX, IDLE_WAIT_SHARE = 0.05, 0.1
 ATTACH_WAIT_S = 1.0  # a request waits so long for the workers to attach, when they are about to
 ATTACH_S_MAX = 5.0
 ATTACH_POLL_S = 0.005
@@ -121,7 +119,8 @@ class VllmScheduler:
         self._was_lost = False
         self._spec_known = threading.Event()
         self._store: Any = None
-        self._last_scheduled, self._has_waited = 0, False
+        steps_alone = getattr(vllm_config.parallel_config, "data_parallel_size", 1) == 1
+        self._idle = IdleWait(steps_alone=steps_alone)
         self._requests: dict[str, Any] = {}
         self._prefills: dict[str, tuple[float, int, int]] = {}
         self._admitted: set[str] = set()  # since the last step: what was preempted came back
@@ -145,6 +144,7 @@ class VllmScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """A request was added: look it up while it waits."""
+        self._idle.arrived()
         self._follow()
         self._arrive(request)
 
@@ -155,13 +155,15 @@ class VllmScheduler:
         if not self.planner.knows(name):
             self._arrive(request)
         answer = self._answer(name, local_tokens)
-        if answer[0] is None and not self._last_scheduled and not self._has_waited:
-            self._has_waited = True  # once a step, however many requests wait
-            waited_s = time.monotonic() - self._waiting_s.setdefault(name, time.monotonic())
-            longer_s = min(IDLE_WAIT_SHARE * waited_s, IDLE_WAIT_S_MAX)
-            self.lookups.wait(max(IDLE_WAIT_S, longer_s))
-            self._follow()
-            answer = self._answer(name, local_tokens)
+        if answer[0] is None and self._idle.begin():
+            now = time.monotonic()
+            waited_s = now - self._waiting_s.setdefault(name, now)
+
+            def ask() -> tuple[int | None, bool]:
+                self._follow()
+                return self._answer(name, local_tokens)
+
+            answer = self._idle.wait(self.lookups.wait, ask, self._needs_no_step, waited_s)
         return answer
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
@@ -186,11 +188,11 @@ class VllmScheduler:
             self.lookups.wait(ATTACH_POLL_S)
         elif not scheduled and self.planner.waits:
             # Nothing to compute: don't spin for the store, nor much for the workers.
-            self.lookups.wait(LOADING_WAIT_S if self.planner.is_loading else IDLE_WAIT_S)
+            self.lookups.wait(LOADING_WAIT_S if self.planner.is_loading else WAIT_S)
         self._follow()
         now = time.monotonic()
         self._measure([*self._prefills], now)
-        self._last_scheduled, self._has_waited = scheduled, False
+        self._idle.stepped(scheduled)
         for name in set(getattr(output, "preempted_req_ids", None) or ()) - self._admitted:
             self._prefills.pop(name, None)
             self.planner.preempted(name)
@@ -380,6 +382,10 @@ class VllmScheduler:
             return (None if hopeful else 0), False
         answer = self.planner.match(name, local_tokens, now)
         return answer.tokens, answer.is_async
+
+    def _needs_no_step(self) -> bool:
+        """Whether all there is is one request, which waits for the store."""
+        return len(self._requests) == 1 and self._is_attached() and not self.planner.needs_steps
 
     def _arrive(self, request: Any) -> None:
         policy, marks = self._policy(request)
