@@ -54,8 +54,11 @@ def answer(lookups: Lookups, kind: type[_Event], epoch: int | None = None) -> _E
 
 
 def store_pages(lookups: Lookups, job: int, pages: int) -> None:
-    lookups.reserve(job, chain(pages))
-    room = answer(lookups, Room)
+    while True:
+        lookups.reserve(job, chain(pages))
+        room = answer(lookups, Room)
+        if room.reason != "in progress":  # an abort before it is done by another thread
+            break
     assert len(room.offsets) == pages
     lookups.commit(job)
     assert answer(lookups, Committed).pages == pages
