@@ -11,14 +11,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
     from typing import TextIO
 
 END_S_MAX = 20.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes have theirs
+# What they make there: queues between them, and what tensor ranks exchange.
+SHARED_NAMES = ("psm_", "sem.mp-", "vllm_dist_")
 CONNECTOR = {
     "kv_connector": "KVStoreConnector",
     "kv_connector_module_path": "kvstore.engine_adapter.vllm_connector",
@@ -48,6 +52,7 @@ class VllmEngine:
             engine = {"kv_transfer_config": transfer, **engine}
         task = {"model": str(model), "engine": engine}
         command = [python, "-m", "kvstore.engine_adapter.demo_vllm_worker", json.dumps(task)]
+        self._shared: set[Path] = set()
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             command,
             stdin=subprocess.PIPE,
@@ -66,11 +71,17 @@ class VllmEngine:
     def wait_ready(self) -> VllmEngine:
         """Until the model is loaded."""
         self._event("ready")
+        self._shared |= shared_files(self._process.pid)
         return self
 
-    def run(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Have it answer those at once; EngineError when it died of it."""
-        self.send("run", requests=list(requests))
+    def run(
+        self, requests: Sequence[Mapping[str, Any]], *, together: bool = False
+    ) -> list[dict[str, Any]]:
+        """Have it answer those at once; EngineError when it died of it.
+
+        together: all of them are there before its first step, so that steps have equal shapes.
+        """
+        self.send("run", requests=list(requests), together=together)
         return self.received()
 
     def send(self, what: str, **more: Any) -> None:
@@ -108,7 +119,8 @@ class VllmEngine:
         return values
 
     def end(self) -> None:
-        """Let it go, or make it; its children too."""
+        """Let it go, or make it; its children too, and the shared memory that they leave."""
+        self._shared |= shared_files(self._process.pid)
         if self._process.stdin is not None and not self._process.stdin.closed:
             try:
                 self._process.stdin.close()
@@ -118,6 +130,8 @@ class VllmEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what it left behind
         self._process.wait()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -136,3 +150,25 @@ class VllmEngine:
         if event["event"] != wanted:
             raise EngineError(str(event.get("text", event)))
         return event
+
+
+def shared_files(session: int) -> set[Path]:
+    """Files of vLLM's that the processes of a session have mapped, and that a kill leaves behind.
+
+    Tensor ranks leave theirs after every end, and the file by which they met, in TMPDIR.
+    """
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if int((entry / "stat").read_text().rpartition(") ")[2].split()[3]) != session:
+                continue
+            lines = (entry / "maps").read_text().splitlines()
+        except OSError:  # it ended meanwhile
+            continue
+        paths = (Path(line.split(maxsplit=5)[5]) for line in lines if line.count(" ") > 5)
+        found |= {each for each in paths if each.parent == SHARED_MEMORY}
+    ours = {each for each in found if each.name.startswith(SHARED_NAMES)}
+    meeting = {each.name.partition("-")[0] for each in ours if each.name.startswith("vllm_dist_")}
+    return ours | {Path(tempfile.gettempdir()) / name for name in meeting}

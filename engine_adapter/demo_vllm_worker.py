@@ -5,7 +5,8 @@
 `engine` are arguments of vllm.LLM. It says {"event": "ready"}, then answers each line:
 
     {"do": "run", "requests": [{"tokens": [...], "max_tokens": 8, ...}]}   all at once; also
-                         with "salt", "lora" (a path), "params", "abort_after" (engine steps)
+                         with "salt", "lora" (a path), "params", "abort_after" (engine steps);
+                         "together": the first step that computes is to have them all
     {"do": "reset"}      empty vLLM's own prefix cache, until it is
     {"do": "cpu"}        CPU seconds of this process and all below it
     {"do": "metrics"}    vLLM's counters by name
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 RESET_S_MAX = 20.0
+LOOKUP_S = 0.5  # more than a connector needs to look some requests up
 # The CPU backend as these runs want it, unless the caller says otherwise.
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -46,11 +48,22 @@ class Engine:
         self._numbers = itertools.count(1)
         self._adapters: dict[str, int] = {}  # by their path
 
-    def run(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Answers in the order of the requests; `abort_after` is in engine steps."""
+    def run(
+        self, requests: list[dict[str, Any]], *, together: bool = False
+    ) -> list[dict[str, Any]]:
+        """Answers in the order of the requests; `abort_after` is in engine steps.
+
+        `step` of an answer: which of the steps that gave tokens gave its first one.
+        """
+        if together:
+            self._engine.engine_core.call_utility("pause_scheduler", "keep", False)
         asked = {self._add(request): request for request in requests}
+        if together:
+            time.sleep(LOOKUP_S)
+            self._engine.engine_core.call_utility("resume_scheduler")
         began_s, aborted = time.perf_counter(), set()
         found: dict[str, dict[str, Any]] = {}
+        gave = 0
         for step in itertools.count():
             gone = [
                 name
@@ -62,10 +75,13 @@ class Engine:
                 aborted |= set(gone)
             if not self._engine.has_unfinished_requests():
                 break
-            for output in self._engine.step():
+            outputs = self._engine.step()
+            gave += any(output.outputs[0].token_ids for output in outputs)
+            for output in outputs:
                 seen = found.setdefault(output.request_id, {})
                 if output.outputs[0].token_ids:
                     seen.setdefault("ttft_s", time.perf_counter() - began_s)
+                    seen.setdefault("step", gave)
                 if output.finished:
                     seen |= answer_of(output) | {"total_s": time.perf_counter() - began_s}
         return [found.get(name, {}) | {"aborted": name in aborted} for name in asked]
@@ -170,7 +186,7 @@ def main() -> None:
             asked = json.loads(line)
             if asked["do"] == "run":
                 before = cpu_seconds(os.getpid())
-                found = engine.run(asked["requests"])
+                found = engine.run(asked["requests"], together=asked.get("together", False))
                 say("run", answers=found, cpu_s=cpu_seconds(os.getpid()) - before)
             elif asked["do"] == "reset":
                 say("reset", done=engine.reset())
