@@ -46,13 +46,17 @@ def ready_model() -> Path:
 
 
 @contextlib.contextmanager
-def engine(store: str, log: Path, *, wait: bool = True, **settings: Any) -> Iterator[VllmEngine]:
+def engine(
+    store: str | None, log: Path, *, wait: bool = True, **settings: Any
+) -> Iterator[VllmEngine]:
     """A fresh engine that is ready; `settings` are vLLM's, but for `extra`, the connector's.
 
-    wait: without it, it is starting, and wait_ready() is up to you.
+    store: None makes one without a connector. wait: without it, it is starting, and wait_ready()
+    is up to you.
     """
     model = settings.pop("model", None) or ready_model()
-    extra = {"store": store, "load": "always"} | settings.pop("extra", {})
+    more = settings.pop("extra", {})
+    extra = None if store is None else {"store": store, "load": "always"} | more
     before = dict(os.environ)
     os.environ["PYTHONPATH"] = str(ROOT)
     # Threads of one process that wait for each other stand still where others want the cores too.
@@ -104,6 +108,12 @@ def local(tokens: list[int], max_tokens: int = 4) -> dict[str, Any]:
 def clear(answer: dict[str, Any]) -> bool:
     """Whether its first token was no close call."""
     return bool(answer["margins"][0] >= CLEAR_MARGIN)
+
+
+def say(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    """Print what was measured, in a run that passes, too."""
+    with capsys.disabled():
+        sys.stdout.write(f"\n{line}\n")
 
 
 def lines_with(log: Path, *parts: str) -> list[str]:
