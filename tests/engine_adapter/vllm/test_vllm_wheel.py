@@ -13,7 +13,10 @@ from vllm_engines import PYTHON, ROOT, needs_vllm
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, needs_vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.vllm, pytest.mark.vllm_quick),
+    *(needs_vllm, pytest.mark.timeout(300)),
+]
 
 OURS = "kvstore-llm"
 
