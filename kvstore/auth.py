@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnonymousAuthorizer",
     "CredentialAuthorizer",
+    "HeaderCall",
     "authorizer_for",
     "certificate_name",
     "check_listen",
@@ -118,6 +119,19 @@ class CredentialAuthorizer:
         token = "metadata authorization: Bearer TOKEN" if self._tenants is not None else ""
         certificate = "a client certificate" if self._certificates else ""
         return "send " + " or ".join(filter(None, (token, certificate)))
+
+
+class HeaderCall:
+    """What an authorizer asks of a call, for one over HTTP: headers, and never a certificate."""
+
+    def __init__(self, authorization: list[str]) -> None:
+        self._authorization = authorization
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", value) for value in self._authorization]
 
 
 class AnonymousAuthorizer:

@@ -19,6 +19,7 @@ from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
 from kvstore.cli_cert import cert
+from kvstore.cli_dashboard import dashboard
 from kvstore.cli_directory import Place, on_store
 from kvstore.cli_doctor import doctor
 from kvstore.cli_explain import explain
@@ -63,6 +64,7 @@ app.command()(serve)
 app.add_typer(tenant_app)
 app.command()(cert)
 app.command()(simulate)
+app.command()(dashboard)
 app.command()(doctor)
 app.command()(size)
 for each in (explain, tree, pin, unpin, quota, top, verify, export):

@@ -37,9 +37,9 @@ def read(
     if len(given) > 1:
         raise InvalidRequest("give one prompt: --tokens, --tokens-file, --text or --text-file")
     if tokens is not None:
-        return _not_empty(_numbers(tokens, "--tokens"), "--tokens")
+        return _not_empty(numbers(tokens, "--tokens"), "--tokens")
     if tokens_file is not None:
-        ids = _numbers(_content(tokens_file), str(tokens_file))
+        ids = numbers(_content(tokens_file), str(tokens_file))
         return _not_empty(ids, f"--tokens-file {tokens_file}")
     words = text if text is not None else _content(text_file)
     if tokenizer is None:
@@ -75,6 +75,14 @@ def text_decoder(tokenizer: Path | None) -> Callable[[list[int]], str] | None:
         return None
     loaded = _load_tokenizer(tokenizer)
     return lambda tokens: str(loaded.decode(tokens, skip_special_tokens=False))
+
+
+def text_encoder(tokenizer: Path | None) -> Callable[[str], list[int]] | None:
+    """Turns text into token ids, without special ones, when there is a tokenizer."""
+    if tokenizer is None:
+        return None
+    loaded = _load_tokenizer(tokenizer)
+    return lambda text: list(loaded.encode(text, add_special_tokens=False).ids)
 
 
 def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None:
@@ -130,7 +138,8 @@ def _not_empty(ids: list[int], where: str) -> list[int]:
     return ids
 
 
-def _numbers(content: str, where: str) -> list[int]:
+def numbers(content: str, where: str) -> list[int]:
+    """Token ids: a JSON list, or apart by spaces and commas; InvalidRequest names `where`."""
     content = content.strip()
     if content.startswith("["):
         try:

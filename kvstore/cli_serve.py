@@ -36,6 +36,12 @@ Listen = Annotated[
 MetricsListen = Annotated[
     str | None, typer.Option(help="Prometheus metrics: unix:/path or 127.0.0.1:9464.")
 ]
+DashboardListen = Annotated[
+    str | None, typer.Option(help="The dashboard: unix:/path or 127.0.0.1:9465.")
+]
+DashboardTokenizer = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json: prompts there as text.")
+]
 EventsListen = Annotated[
     str | None, typer.Option(help="Page events as vLLM sends them: ipc:///path.")
 ]
@@ -88,6 +94,8 @@ def serve(
     tls_client_ca: ClientCa = None,
     tenants_file: TenantsFile = None,
     metrics_listen: MetricsListen = None,
+    dashboard_listen: DashboardListen = None,
+    dashboard_tokenizer: DashboardTokenizer = None,
     events_listen: EventsListen = None,
     events_replay_listen: EventsListen = None,
     reflection: Switch = None,

@@ -17,7 +17,7 @@ from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
-from kvstore.auth import CredentialAuthorizer
+from kvstore.auth import CredentialAuthorizer, HeaderCall
 from kvstore.call_budget import TooManyCalls
 from kvstore.errors import DirectoryError
 from kvstore.identity import ROLES, NotAuthenticated
@@ -119,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.authorizer is None:
             return None
         try:
-            identity = self.authorizer.identify(_Caller(self.headers.get_all("authorization")))
+            given = self.headers.get_all("authorization") or []
+            identity = self.authorizer.identify(HeaderCall(given))
         except TooManyCalls as exc:
             return HTTPStatus.TOO_MANY_REQUESTS, str(exc)
         except NotAuthenticated as exc:
@@ -127,19 +128,6 @@ class _Handler(BaseHTTPRequestHandler):
         if identity.role not in ROLES["Stats"]:
             return HTTPStatus.FORBIDDEN, f"metrics are not for the role {identity.role}"
         return None
-
-
-class _Caller:
-    """What an authorizer asks of a call: here it is a header, and never a certificate."""
-
-    def __init__(self, authorization: list[str] | None) -> None:
-        self._authorization = authorization or []
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        return {}
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [("authorization", value) for value in self._authorization]
 
 
 class _HttpServer(ThreadingMixIn, TCPServer):

@@ -13,6 +13,7 @@ from kvstore.exporter import Exporter
 from kvstore.importer import Importer
 from kvstore.request import checked_chain_id, checked_deadline
 from kvstore.tenant_usage import pin_chain
+from kvstore.tree_map import tree_map
 from kvstore.tree_view import BRANCHES_MAX, tree_views
 from kvstore.verification import Verifier
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.session import Session
     from kvstore.spec import CacheSpec
     from kvstore.state import StoreState
+    from kvstore.tree_map import TreeMap
     from kvstore.tree_view import TreeView
     from kvstore.verification import Verification
 
@@ -69,6 +71,10 @@ class OperatorTools:
             depth_max=depth if depth is not None else 1 << 30,
             branches_max=branches,
         )
+
+    def tree_map(self) -> TreeMap:
+        """Bytes and hits of all trees, their largest runs of pages and what is below them."""
+        return tree_map(self.state, self._specs.models())
 
     def pin_chain(self, chain_id: str, ttl_s: float) -> int:
         """Keep the chain that ends in the one page whose key begins so for `ttl_s` seconds; 0

@@ -27,6 +27,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.auth import CredentialAuthorizer
 from kvstore.call_pool import CallPool
+from kvstore.dashboard_data import DashboardData
 from kvstore.errors import ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
 from kvstore.heap import reuse_large_buffers
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from kvstore.dashboard import Dashboard
     from kvstore.identity import Authorizer
     from kvstore.kv_event_publisher import KvEventPublisher
     from kvstore.server_config import ServerConfig
@@ -162,6 +164,7 @@ class Server:
         self._health = health.HealthServicer(experimental_non_blocking=True)
         self._grpc = self._make_grpc(Guard(self._authorizer, tracer()))
         self._metrics: MetricsServer | None = None
+        self._dashboard: Dashboard | None = None
         self._events: KvEventPublisher | None = None
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
@@ -186,6 +189,8 @@ class Server:
             if config.metrics_listen:
                 render = StoreMetrics(self.store, self.service_stats).render
                 self._metrics = MetricsServer(config.metrics_listen, render, self._authorizer)
+            if config.dashboard_listen:
+                self._dashboard = self._make_dashboard()
             if config.events_listen:
                 self._events = _publisher(self.store, config)
         except (RuntimeError, OSError, KVStoreError) as exc:
@@ -197,6 +202,8 @@ class Server:
         self._grpc.start()
         if self._metrics is not None:
             self._metrics.start()
+        if self._dashboard is not None:
+            self._dashboard.start()
         if self._events is not None:
             self._events.start()
         self._set_ready(True)
@@ -241,6 +248,8 @@ class Server:
         self._watchdog.stop()
         if self._metrics is not None:
             self._metrics.stop()
+        if self._dashboard is not None:
+            self._dashboard.stop()
         self._set_ready(False)
         stopped = self._grpc.stop(drain_s)
         self._servicer.drain()
@@ -280,6 +289,18 @@ class Server:
             "staging_bytes": self._staging.used_bytes,
             "staging_capacity_bytes": self._staging.capacity_bytes,
         }
+
+    def _make_dashboard(self) -> Dashboard:
+        try:
+            from kvstore.dashboard import Dashboard
+        except ImportError as exc:
+            raise ConfigError(
+                f"dashboard_listen: needs {exc.name}: pip install 'kvstore-llm[dashboard]'"
+            ) from exc
+        config = self.config
+        assert config.directory is not None
+        data = DashboardData(self.store, self.service_stats, config.dashboard_tokenizer)
+        return Dashboard(config.dashboard_listen, data, self._authorizer, config.directory)
 
     def _make_grpc(self, guard: Guard) -> grpc.Server:
         operators = OperatorCalls(self.store, self.registry, self.service_stats)

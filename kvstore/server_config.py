@@ -19,6 +19,7 @@ from kvstore.config import (
     StoreConfig,
     model_validator,
 )
+from kvstore.dashboard_listen import check_dashboard_listen
 from kvstore.errors import ConfigError
 from kvstore.events_listen import check_events_listen
 from kvstore.metrics_listen import check_metrics_listen
@@ -61,6 +62,10 @@ class ServerConfig(StoreConfig):
     log_json: bool = False
     # Serve Prometheus metrics there: unix:/path, or a loopback address with a port. Empty: nowhere.
     metrics_listen: str = ""
+    # Serve the dashboard there: unix:/path, or a loopback address with a port. Empty: nowhere.
+    dashboard_listen: str = ""
+    # A tokenizer.json, or its folder: the dashboard then shows and takes prompts as text.
+    dashboard_tokenizer: OptionalPath = None
     # Publish page events there, as vLLM does: ipc:///path or tcp://127.0.0.1:PORT. Empty: nowhere.
     events_listen: str = ""
     # And answer there to who missed some.
@@ -87,6 +92,7 @@ class ServerConfig(StoreConfig):
                 f"{format_bytes(self.host_bytes)}; at most half of it"
             )
         check_metrics_listen(self.metrics_listen)
+        check_dashboard_listen(self.dashboard_listen)
         for name in ("events_listen", "events_replay_listen"):
             check_events_listen(name, getattr(self, name))
         if self.events_replay_listen and not self.events_listen:

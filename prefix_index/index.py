@@ -197,6 +197,11 @@ class PrefixIndex:
         """Past the largest number of a node."""
         return len(self._nodes.tokens)
 
+    def node_parents(self) -> Ids:
+        """By number of a node the one above it: below 0 for the top of a tree, itself where there
+        is none now. A copy, to add up what hangs below what."""
+        return np.array(self._nodes.parent, np.int32)
+
     # Pages come and go
 
     def insert(

@@ -46,7 +46,7 @@ ROOMS = {
         "prefix_index tiers",
         "numpy pydantic pydantic_core typer rich tokenizers typing_extensions "
         "grpc grpc_health grpc_reflection google cryptography prometheus_client "
-        "zmq msgspec opentelemetry matplotlib",
+        "zmq msgspec opentelemetry matplotlib starlette uvicorn",
     ),
     "prefix_index": room("", "numpy xxhash typing_extensions"),
     "tiers": room("", "numpy lmdb redis xxhash zstandard torch typing_extensions cryptography"),
