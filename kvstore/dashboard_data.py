@@ -108,11 +108,11 @@ class DashboardData:
         return {"columns": COLUMNS, "every_s": EVERY_S, "rows": self.history.rows(after_s)}
 
     def chains(self) -> dict[str, Any]:
-        """The chains that hit most, and those that nobody asked for longest."""
+        """The chains that nobody asked for longest."""
         return self._chains.now()
 
     def tree(self) -> dict[str, Any]:
-        """The map of all trees; see tree_map.py."""
+        """The map of all trees, and the chains that hit most; see tree_map.py."""
         return self._tree.now()
 
     def explain(self, asked: dict[str, Any], identity: Identity) -> dict[str, Any]:
@@ -245,13 +245,8 @@ class DashboardData:
         }
 
     def _make_chains(self) -> dict[str, Any]:
-        hot, in_all = self._store.chains(limit=CHAINS_SHOWN, sort="hits")
-        cold, _ = self._store.chains(limit=CHAINS_SHOWN, sort="idle")
-        return {
-            "hot": [each.to_dict() for each in hot if each.hits],
-            "cold": [each.to_dict() for each in cold],
-            "in_all": in_all,
-        }
+        cold, in_all = self._store.chains(limit=CHAINS_SHOWN, sort="idle")
+        return {"cold": [each.to_dict() for each in cold], "in_all": in_all}
 
     def _make_tree(self) -> dict[str, Any]:
         found = self._store.tree_map()
@@ -264,6 +259,7 @@ class DashboardData:
             "total_bytes": found.total_bytes,
             "total_pages": found.total_pages,
             "runs": found.runs,
+            "hot": [each.to_dict() for each in found.hottest],
         }
 
 

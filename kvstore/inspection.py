@@ -273,6 +273,11 @@ def _let_go(state: StoreState, page: int) -> None:
             state.changed.notify_all()
 
 
+def chain_to(state: StoreState, models: dict[bytes, str], page: int) -> Chain:
+    """The chain that ends in this live page; others may go on from there. The lock is held."""
+    return _chain(state, models, page, state.trees[state.index.root_of(page)])
+
+
 def _chain(state: StoreState, models: dict[bytes, str], end: int, info: TreeInfo) -> Chain:
     table = state.index.table
     pages = state.index.chain(end)

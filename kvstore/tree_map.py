@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.inspection import ROWS_A_HOLD
+from kvstore.inspection import ROWS_A_HOLD, chain_to
 from kvstore.state import HOST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvstore.inspection import Chain
     from kvstore.state import StoreState, TreeInfo
 
 BOXES_MAX = 600
 BELOW_MAX = 100  # boxes right below one; the rest are joined into one more
 SHARE_MIN = 1 / 2500  # of all bytes; what is smaller is joined
 HEAD_TOKENS = 8  # of a run, to be shown
+HOTTEST_MAX = 10
 LEVELS_A_BREATH = 64
 BYTES, PAGES, HITS, HOST_PAGES = range(4)
 
@@ -59,6 +61,7 @@ class TreeMap:
     total_bytes: int
     total_pages: int
     runs: int  # of all trees, shown or not
+    hottest: tuple[Chain, ...]  # down to the ends of the runs that hit most a page
 
 
 def tree_map(state: StoreState, models: dict[bytes, str]) -> TreeMap:
@@ -82,6 +85,7 @@ def tree_map(state: StoreState, models: dict[bytes, str]) -> TreeMap:
         total_bytes=int(whole[BYTES]),
         total_pages=int(whole[PAGES]),
         runs=int(np.count_nonzero(runs.own[PAGES])),
+        hottest=_hottest(state, runs, models),
     )
 
 
@@ -237,6 +241,19 @@ def _label(state: StoreState, drawing: _Drawing) -> None:
                     box.chain_id = index.table.key_of(last).hex()
                     head = np.frombuffer(index.tokens_of(first), "<i4")[:HEAD_TOKENS]
                     box.tokens_head = tuple(head.tolist())
+
+
+def _hottest(state: StoreState, runs: _Runs, models: dict[bytes, str]) -> tuple[Chain, ...]:
+    there = np.flatnonzero(runs.own[HITS])
+    order = np.argsort(-(runs.own[HITS, there] / runs.own[PAGES, there]), kind="stable")
+    found = []
+    for node in there[order[:HOTTEST_MAX]].tolist():
+        last = int(runs.last[node]) & 0xFFFFFFFF
+        with state.lock:
+            state.require_open()
+            if _is_run(state, node, last, last):
+                found.append(chain_to(state, models, last))
+    return tuple(found)
 
 
 def _is_run(state: StoreState, node: int, first: int, last: int) -> bool:

@@ -1,7 +1,7 @@
 // The page: asks this server what there is, every few seconds while it is visible, and shows it.
 // The key stays in this tab's sessionStorage and goes along as an Authorization header.
 
-import { bar, clock, element, hideTip, icicle, spark, table, timeChart } from "/charts.js";
+import { bar, clock, element, hideTip, icicle, putTable, spark, table, timeChart } from "/charts.js";
 import { age, bytes, count, many, percent, unitOf } from "/words.js";
 
 const POLL_MS = 5000, WALK_POLLS = 4, BINS = 90;
@@ -110,7 +110,7 @@ async function walks() {
   const chains = await ask("chains");
   showTree();
   showPlaces();
-  showChains(chains);
+  showChains(seen.tree.hot, chains.cold);
 }
 
 // ---- what happened over time
@@ -239,7 +239,7 @@ function showHits(bins) {
 // A table that nobody has opened costs nothing.
 function refill(id, make) {
   const details = at(id).closest("details");
-  const fill = () => at(id).replaceChildren(make());
+  const fill = () => putTable(at(id), make());
   details.ontoggle = () => { if (details.open) fill(); };
   if (details.open) fill();
 }
@@ -380,13 +380,13 @@ function showBox(number) {
 
 // ---- tables
 
-function showChains({ hot, cold }) {
+function showChains(hot, cold) {
   const heads = [["Chain"], ["Tenant", "wide"], ["Pages", "n"], ["Bytes", "n wide"], ["Hits", "n"],
     ["Idle", "n"], ["In memory", "n"]];
   const rows = chains => chains.map(chain => [element("code", {}, chain.chain_id.slice(0, 12)),
     chain.tenant, count(chain.pages), bytes(chain.payload_bytes), count(chain.hits),
     age(chain.idle_s), percent(chain.host_pages / (chain.pages || 1))]);
-  const show = (id, caption, chains, none) => at(id).replaceChildren(chains.length
+  const show = (id, caption, chains, none) => putTable(at(id), chains.length
     ? table(caption, heads, rows(chains)) : element("p", { class: "quiet" }, none));
   show("hot", "Chains that hit most", hot, "No chain was hit since the server started.");
   show("cold", "Chains that nobody asked for longest", cold, "Nothing is cached so far.");
@@ -408,7 +408,7 @@ function showTenants() {
       each.tokens ? percent(each.hit_tokens / each.tokens) : "-"]));
   const more = all > rows.length
     ? [element("p", { class: "quiet" }, `and ${count(all - rows.length)} with less`)] : [];
-  at("tenants").replaceChildren(made, ...more);
+  putTable(at("tenants"), made, ...more);
 }
 
 // ---- explain

@@ -31,6 +31,16 @@ export function table(caption, heads, rows) {
     element("thead", {}, head), element("tbody", {}, ...body));
 }
 
+// Puts a table in its place; one that is wider can be scrolled with keys too.
+export function putTable(place, made, ...more) {
+  place.replaceChildren(made, ...more);
+  const isWide = place.scrollWidth > place.clientWidth;
+  for (const [name, value] of [["tabindex", "0"], ["role", "region"],
+    ["aria-label", made.caption ? made.caption.textContent : ""]]) {
+    if (isWide) place.setAttribute(name, value); else place.removeAttribute(name);
+  }
+}
+
 // A bar of parts: [class, share of the whole].
 export function bar(parts, label, kind = "") {
   const made = element("div", { class: `bar ${kind}`, role: "img", "aria-label": label });
@@ -252,10 +262,11 @@ function boxShape(box, number, from, to, row, options) {
     "aria-level": row + 1, "aria-label": options.say(box), "data-box": number });
   group.append(shape("rect", { x: from, y: row * ROW, width: to - from, height: ROW - 1, rx: 2 }));
   const room = Math.floor((to - from - 10) / 6.6);
-  if (room >= 4) {
-    const text = shape("text", { x: from + 6, y: row * ROW + 20 });
-    const name = options.name(box);
-    text.textContent = name.length <= room ? name : `${name.slice(0, room - 1)}\u2026`;
+  const words = `${options.name(box)} `;
+  const shown = words.slice(0, words.lastIndexOf(" ", Math.max(0, room))).trimEnd(); // whole words
+  if (shown) {
+    const text = shape("text", { x: from + 6, y: row * ROW + 20, "aria-hidden": "true" });
+    text.textContent = shown;
     group.append(text);
   }
   return group;

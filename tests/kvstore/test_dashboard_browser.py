@@ -18,9 +18,12 @@ from known_pages import SPEC, load, prompt, save
 from server_process import ServerProcess
 
 from kvstore.connect import connect
+from kvstore.identity import Role
+from kvstore.tenants import Quota, TenantBook, edit_tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the page is not tried in a browser: pip install playwright"
@@ -294,3 +297,42 @@ def test_without_the_key_it_asks_for_one_and_takes_it(chromium: Any, address: st
     assert page.evaluate("document.cookie") == ""
     assert page.evaluate("localStorage.length") == 0
     tab.close()
+
+
+def test_the_role_metrics_sees_its_own_numbers_on_the_same_page(
+    chromium: Any, tmp_path: Path
+) -> None:
+    tokens: dict[Role, str] = {}
+
+    def edit(book: TenantBook) -> TenantBook:
+        book = book.with_tenant("acme", Quota()).with_tenant("globex", Quota())
+        for role in (Role.WRITER, Role.METRICS):
+            book, tokens[role] = book.with_token("acme", role, 0.0, None)
+        return book
+
+    edit_tenants(tmp_path / "tenants.json", edit, create=True)
+    flags = ("--host-bytes=16MiB", "--disk-bytes=64MiB", "--dashboard-listen=127.0.0.1:0")
+    with ServerProcess(
+        tmp_path / "kv", *flags, f"--tenants-file={tmp_path}/tenants.json"
+    ) as server:
+        server.start()
+        (tmp_path / "token").touch(mode=0o600)
+        (tmp_path / "token").write_text(tokens[Role.WRITER])
+        with connect(
+            server.address, token_file=tmp_path / "token", open_wait_s=10.0, lookup_deadline_s=5.0
+        ) as store:
+            session = store.session(SPEC)
+            save(session, prompt(0, 4))
+            tab = Tab(chromium, f"{place_of(server)}#key={tokens[Role.METRICS]}", "phone")
+            tab.page.locator("#tenants td").first.wait_for(timeout=WAIT_MS)
+            assert load(session, prompt(0, 4)) == 4
+            tab.page.locator("#hits-chart polygon").first.wait_for(timeout=WAIT_MS)
+    assert tab.page.locator("#tenants tbody tr").count() == 1
+    assert tab.page.locator(".admin:visible").count() == 0
+    assert tab.page.locator("#tiles .number").first.inner_text() == "100 %"
+    assert {url.partition("/api/")[2] for url in tab.asked if "/api/" in url} == {"state"}
+    tab.close()
+
+
+def place_of(server: ServerProcess) -> str:
+    return run("dashboard", str(server.directory)).strip()

@@ -49,6 +49,7 @@ def check_sums(found: TreeMap, store: Store) -> None:
 def test_an_empty_store_has_no_boxes(store: Store) -> None:
     found = store.tree_map()
     assert (found.boxes, found.total_bytes, found.total_pages, found.runs) == ((), 0, 0, 0)
+    assert found.hottest == ()
 
 
 def test_a_fork_is_a_box_with_two_below_it(store: Store) -> None:
@@ -69,6 +70,8 @@ def test_a_fork_is_a_box_with_two_below_it(store: Store) -> None:
     assert (shorter.own_pages, shorter.own_hits, shorter.above) == (2, 0, 1)
     assert store.find_chain(longer.chain_id)[0].chain.pages == 7
     assert found.runs == 3
+    assert [(chain.pages, chain.hits) for chain in found.hottest] == [(4, 2), (7, 1)]
+    assert found.hottest[1].chain_id == longer.chain_id
 
 
 def test_only_pages_in_memory_count_as_such(tmp_path: object) -> None:
