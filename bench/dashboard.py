@@ -32,7 +32,7 @@ from kvstore.tenants import Quota, edit_tenants
 from kvstore.trace import read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvstore.tenants import TenantBook
     from kvstore.trace import Trace
@@ -99,8 +99,8 @@ def tenant_of(path: np.ndarray) -> str:
     return list(TENANTS)[next(at for at, share in enumerate(SHARES) if draw < share)]
 
 
-def replay(server: TraceServer, trace: Trace, seconds: float) -> None:
-    """Look each prompt up, load what hits, store the rest."""
+def replay(server: TraceServer, trace: Trace, seconds: float, then: Callable[[], object]) -> None:
+    """Look each prompt up, load what hits, store the rest; then what is to be done at once."""
     with contextlib.ExitStack() as stack:
         sessions = {}
         for tenant, model in TENANTS.items():
@@ -119,6 +119,7 @@ def replay(server: TraceServer, trace: Trace, seconds: float) -> None:
                     view[:] = bytes(len(view))
                 if run.count:
                     run.commit()
+        then()
 
 
 @contextlib.contextmanager
@@ -163,7 +164,9 @@ def make_smaller(path: Path) -> None:
     from PIL import Image
 
     with Image.open(path) as picture:
-        picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+        picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            path, optimize=True
+        )
 
 
 def prompt_to_explain(trace: Trace) -> np.ndarray:
@@ -190,9 +193,14 @@ def main() -> None:
         server = TraceServer(Path(folder), options.host_bytes, options.disk_bytes)
         try:
             print(server.address, flush=True)
-            replay(server, trace, options.seconds)
-            if options.pictures is not None:
-                take_pictures(server.address, options.pictures, prompt_to_explain(trace))
+            wanted = options.pictures
+            replay(
+                server,
+                trace,
+                options.seconds,
+                lambda: wanted and take_pictures(server.address, wanted, prompt_to_explain(trace)),
+            )
+            if wanted:
                 return
             print("replayed; Ctrl-C ends it", flush=True)
             while True:

@@ -28,6 +28,7 @@ HEAD_TOKENS = 8  # of a run, to be shown
 HOTTEST_MAX = 10
 LEVELS_A_BREATH = 64
 BYTES, PAGES, HITS, HOST_PAGES = range(4)
+PAGE_MASK = 0xFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class TreeMap:
     total_bytes: int
     total_pages: int
     runs: int  # of all trees, shown or not
-    hottest: tuple[Chain, ...]  # down to the ends of the runs that hit most a page
+    hottest: tuple[Chain, ...]  # to the ends of runs, by hits of their last page
 
 
 def tree_map(state: StoreState, models: dict[bytes, str]) -> TreeMap:
@@ -235,8 +236,8 @@ def _label(state: StoreState, drawing: _Drawing) -> None:
             state.require_open()
             for number in named[part]:
                 node, box = drawing.nodes[number], drawing.made[number]
-                last = int(drawing.runs.last[node]) & 0xFFFFFFFF
-                first = int(drawing.runs.first[node]) & 0xFFFFFFFF
+                last = int(drawing.runs.last[node]) & PAGE_MASK
+                first = int(drawing.runs.first[node]) & PAGE_MASK
                 if box.runs and _is_run(state, node, first, last):
                     box.chain_id = index.table.key_of(last).hex()
                     head = np.frombuffer(index.tokens_of(first), "<i4")[:HEAD_TOKENS]
@@ -244,15 +245,22 @@ def _label(state: StoreState, drawing: _Drawing) -> None:
 
 
 def _hottest(state: StoreState, runs: _Runs, models: dict[bytes, str]) -> tuple[Chain, ...]:
-    there = np.flatnonzero(runs.own[HITS])
-    order = np.argsort(-(runs.own[HITS, there] / runs.own[PAGES, there]), kind="stable")
-    found = []
-    for node in there[order[:HOTTEST_MAX]].tolist():
-        last = int(runs.last[node]) & 0xFFFFFFFF
+    """The chains to the ends of runs, those whose last page hit most."""
+    nodes = np.flatnonzero(runs.own[HITS])
+    ends = runs.last[nodes] & PAGE_MASK
+    hits = np.zeros(len(ends), np.int64)
+    for at in range(0, len(ends), ROWS_A_HOLD):
         with state.lock:
             state.require_open()
-            if _is_run(state, node, last, last):
-                found.append(chain_to(state, models, last))
+            hits[at : at + ROWS_A_HOLD] = state.index.table.hits[ends[at : at + ROWS_A_HOLD]]
+        state.breathe()
+    found = []
+    for number in np.argsort(-hits, kind="stable")[:HOTTEST_MAX].tolist():
+        node, end = int(nodes[number]), int(ends[number])
+        with state.lock:
+            state.require_open()
+            if hits[number] and _is_run(state, node, end, end):
+                found.append(chain_to(state, models, end))
     return tuple(found)
 
 

@@ -263,8 +263,8 @@ function boxShape(box, number, from, to, row, options) {
   group.append(shape("rect", { x: from, y: row * ROW, width: to - from, height: ROW - 1, rx: 2 }));
   const room = Math.floor((to - from - 10) / 6.6);
   const words = `${options.name(box)} `;
-  const shown = words.slice(0, words.lastIndexOf(" ", Math.max(0, room))).trimEnd(); // whole words
-  if (shown) {
+  const shown = words.slice(0, Math.max(0, words.lastIndexOf(" ", room))); // whole words only
+  if (room > 0 && shown) {
     const text = shape("text", { x: from + 6, y: row * ROW + 20, "aria-hidden": "true" });
     text.textContent = shown;
     group.append(text);

@@ -130,6 +130,14 @@ def test_the_page_draws_fits_and_asks_nobody_else(tab: Tab, address: str) -> Non
         box = page.locator(f"#{chart} svg").bounding_box()
         assert box["width"] > 250, chart
         assert box["height"] > 50, chart
+    widths = page.evaluate(
+        """[...document.querySelectorAll("#tree-chart [data-box]")].filter(
+             box => box.querySelector("text")).map(box => [
+             box.querySelector("text").getBBox().width + 6,
+             box.querySelector("rect").getBBox().width])"""
+    )
+    assert widths
+    assert all(text <= box for text, box in widths), widths
     assert page.locator("#tiles .number").first.inner_text() != "- %"
     assert page.locator("#room .bar span").count() == 2
     assert page.locator("#tenants td").first.inner_text() == "default"
