@@ -107,6 +107,11 @@ class VllmEngine:
         self.send("reset")
         return bool(self._event("reset")["done"])
 
+    def call(self, name: str, **arguments: Any) -> None:
+        """A method of vLLM's LLM, or else of each of its workers."""
+        self.send("call", name=name, arguments=arguments)
+        self._event("call")
+
     def cpu_seconds(self) -> float:
         """Of all its processes until now."""
         self.send("cpu")

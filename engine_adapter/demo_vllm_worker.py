@@ -8,6 +8,7 @@
                          with "salt", "lora" (a path), "params", "abort_after" (engine steps);
                          "together": the first step that computes is to have them all
     {"do": "reset"}      empty vLLM's own prefix cache, until it is
+    {"do": "call", "name": "sleep", "arguments": {...}}   the LLM's method, or its workers'
     {"do": "cpu"}        CPU seconds of this process and all below it
     {"do": "metrics"}    vLLM's counters by name
 
@@ -94,6 +95,14 @@ class Engine:
                 return False
             time.sleep(0.05)
         return True
+
+    def call(self, name: str, arguments: dict[str, Any]) -> None:
+        """A method of the LLM, or else of each of its workers."""
+        method = getattr(self._llm, name, None)
+        if callable(method):
+            method(**arguments)
+        else:
+            self._llm.collective_rpc(name, kwargs=arguments)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges."""
@@ -190,6 +199,9 @@ def main() -> None:
                 say("run", answers=found, cpu_s=cpu_seconds(os.getpid()) - before)
             elif asked["do"] == "reset":
                 say("reset", done=engine.reset())
+            elif asked["do"] == "call":
+                engine.call(asked["name"], asked["arguments"])
+                say("call")
             elif asked["do"] == "cpu":
                 say("cpu", seconds=cpu_seconds(os.getpid()))
             else:

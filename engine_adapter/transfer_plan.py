@@ -65,7 +65,7 @@ class StepPlan:
 
     `epoch` names the session whose memory the jobs mean. `cancelled` are loads whose request is
     gone: still answered. `fenced` are saves whose blocks are about to be reused: done before the
-    step's forward begins.
+    step's forward begins. `weights` are the changes of each rank's weights that the plan knows of.
     """
 
     epoch: int = 0
@@ -74,6 +74,7 @@ class StepPlan:
     saves: tuple[SaveJob, ...] = ()
     cancelled: tuple[int, ...] = ()
     fenced: tuple[int, ...] = ()
+    weights: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class WorkerReport:
     saves: tuple[SaveDone, ...] = ()
     attached_epoch: dict[int, int] = field(default_factory=dict)  # rank -> epoch
     counters: dict[str, float] = field(default_factory=dict)
+    weights: dict[int, int] = field(default_factory=dict)  # rank -> changes, when there are new
+    weights_why: str = ""
 
     def merged(self, other: WorkerReport) -> WorkerReport:
         """Both reports as one: answers are listed, counters added, the other's epochs win."""
@@ -119,4 +122,6 @@ class WorkerReport:
             self.saves + other.saves,
             {**self.attached_epoch, **other.attached_epoch},
             counters,
+            {**self.weights, **other.weights},
+            self.weights_why or other.weights_why,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.engine_adapter.block_regions import RegionFacts, facts_from_config
@@ -33,6 +34,7 @@ from kvstore.engine_adapter.vllm_probe import (
 from kvstore.engine_adapter.vllm_scheduler import VllmScheduler
 from kvstore.engine_adapter.vllm_settings import VllmSettings, read_settings
 from kvstore.engine_adapter.vllm_stats import KVStorePromMetrics, KVStoreStats
+from kvstore.engine_adapter.vllm_weights import NOWHERE, WeightsWatch
 from kvstore.engine_adapter.vllm_worker import VllmWorker
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class StepMetadata(Metadata):  # type: ignore[misc]
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
+        self.is_vetted = False  # by the worker that has it
 
 
 class ReportMetadata(WorkerMetadata):  # type: ignore[misc]
@@ -89,8 +92,9 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
         self._bad_blocks: set[int] = set()
         self._scheduler: VllmScheduler | None = None
         self._worker: VllmWorker | None = None
+        self._weights: WeightsWatch | None = None
         self._facts = RegionFacts()
-        self._kv_cache_config_ours = kv_cache_config
+        self._vllm_config_ours, self._kv_cache_config_ours = vllm_config, kv_cache_config
         is_scheduler = role == Role.SCHEDULER
         problem = ""
         try:
@@ -104,6 +108,8 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
                 self._worker = VllmWorker(
                     rank, world, server_uid=settings.server_uid, by_layer=settings.load_by_layer
                 )
+                named = settings.weights_version is not None
+                self._weights = WeightsWatch(rank, are_named=named)
         except Exception as error:
             problem = str(error) or type(error).__name__
             _log.debug("construction failed", exc_info=True)
@@ -233,12 +239,14 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
         found = self._worker.register(kv_caches, self._kv_cache_config_ours, self._facts)
         if found.problem:
             _log.error("this worker loads and saves nothing: %s", found.problem)
+        elif self._weights is not None and not self._watch_weights(self._weights):
+            _log.warning("other weights in this worker will not be noticed: restart for them")
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.handle_fences(kv_connector_metadata.plan)
+            self._worker.handle_fences(self._vetted(kv_connector_metadata))
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -285,6 +293,7 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> Any:
         """This rank's report, if there is something to report."""
         report = self._worker.report() if self._worker is not None else None
+        report = self._weights.reported(report) if self._weights is not None else report
         return ReportMetadata(report) if report is not None else None
 
     @guarded(lambda: None)
@@ -308,6 +317,10 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
             self._failures.add(hook)
             _log.error("%s failed, taken for a miss, said once: %s", hook, error, exc_info=error)
 
+    @guarded(lambda: False)
+    def _watch_weights(self, weights: WeightsWatch) -> bool:
+        return weights.follow(self._vllm_config_ours)
+
     @guarded(set)
     def _poll(self, finished_req_ids: set[str]) -> Any:
         if self._worker is None:
@@ -328,7 +341,18 @@ class KVStoreConnector(Base, SupportsHMA):  # type: ignore[misc]
 
     def _step_plan(self) -> StepPlan | None:
         bound = getattr(self, "_connector_metadata", None)
-        return bound.plan if isinstance(bound, StepMetadata) else None
+        return self._vetted(bound) if isinstance(bound, StepMetadata) else None
+
+    def _vetted(self, metadata: StepMetadata) -> StepPlan:
+        """The plan; one that moves no page if the weights are others, or nobody can tell."""
+        if self._weights is not None and not metadata.is_vetted:
+            metadata.is_vetted = True
+            try:
+                metadata.plan = self._weights.vetted(metadata.plan)
+            except Exception as error:
+                self.hook_failed("watching weights", error)
+                metadata.plan = replace(metadata.plan, epoch=NOWHERE)
+        return metadata.plan
 
     def _find_problem(self, vllm_config: Any, kv_cache_config: Any, settings: VllmSettings) -> str:
         """Why there is no service; sets the facts of a page otherwise."""

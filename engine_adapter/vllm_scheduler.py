@@ -26,6 +26,7 @@ from kvstore.engine_adapter.plan_records import Policy, Room
 from kvstore.engine_adapter.planner import PAUSE, Planner
 from kvstore.engine_adapter.save_planner import IN_PROGRESS, LIMIT, PINNED_SHARE_MAX, PRESENT
 from kvstore.engine_adapter.transfer_plan import CANCELLED, StepPlan
+from kvstore.engine_adapter.vllm_blocks import VllmBlocks
 from kvstore.engine_adapter.vllm_events import PageEvents
 from kvstore.engine_adapter.vllm_identity import (
     VllmRequestView,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstore.engine_adapter.block_regions import RegionFacts
-    from kvstore.engine_adapter.transfer_plan import WorkerReport
+    from kvstore.engine_adapter.planner import Jobs
+    from kvstore.engine_adapter.transfer_plan import Grant, WorkerReport
     from kvstore.engine_adapter.vllm_settings import VllmSettings
 
 LOADING_WAIT_S = 0.002  # workers tell only in a step that their load is done
@@ -58,21 +60,6 @@ ORDINARY = frozenset({"", PRESENT, IN_PROGRESS, LIMIT, UNREACHABLE})
 OPTIONS = frozenset({"load", "store", "pin_ttl_s", "session", "session_end"})
 
 _log = logging.getLogger("kvstore.vllm")
-
-
-class VllmBlocks:
-    """vLLM's block pool as the planner's BlockPort; without one nothing can be pinned."""
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-
-    def pin(self, blocks: Iterable[int]) -> None:
-        """See BlockPort."""
-        self.pool.touch([self.pool.blocks[block] for block in blocks])
-
-    def unpin(self, blocks: Iterable[int]) -> None:
-        """See BlockPort."""
-        self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
 
 
 class VllmScheduler:
@@ -113,6 +100,7 @@ class VllmScheduler:
         self._epoch_s = self._ask_grant_s = 0.0  # since when, and when to ask the next time
         self._grants_sent = 0  # to the workers, in this epoch
         self._attached: dict[int, int] = {}  # rank -> epoch
+        self._weights: dict[int, int] = {}  # rank -> changes of its weights
         self._marks: dict[str, str] = {}
         self._adapters: dict[str, str] = {}  # path -> digest; "" while it is read
         self._off = ""
@@ -206,18 +194,20 @@ class VllmScheduler:
         if grant is not None:
             pause_s = min(GRANT_PAUSE_S * 2**self._grants_sent, GRANT_PAUSE_S_MAX)
             self._ask_grant_s, self._grants_sent = now + pause_s, self._grants_sent + 1
-        return StepPlan(self._epoch, grant, jobs.loads, jobs.saves, jobs.cancelled)
+        return self._step_plan(jobs, grant)
 
     def bare_plan(self) -> StepPlan:
         """What was planned already: an engine that waits for a load must get an answer."""
-        jobs = self.planner.take(time.monotonic())
-        return StepPlan(self._epoch, None, jobs.loads, jobs.saves, jobs.cancelled)
+        return self._step_plan(self.planner.take(time.monotonic()), None)
 
     def report(self, report: WorkerReport) -> None:
         """What the workers did."""
         self._follow()
         self._attached.update(report.attached_epoch)
-        for load in report.loads:
+        if report.weights:
+            self._weights.update(report.weights)
+            self._weights_changed(report.weights_why)
+        for load in report.loads if not self._off and not report.weights else ():
             if not load.ok and load.reason != CANCELLED:
                 self._warn(f"a load failed, its tokens are computed instead: {load.reason}")
         # A rank's failures are its jobs', which the planner counts once for all ranks.
@@ -264,8 +254,7 @@ class VllmScheduler:
 
     def reset(self) -> bool:
         """Ignore from now on what is stored; delete nothing, others share it."""
-        self._marks["since_reset"] = secrets.token_hex(16)
-        self.planner.reset(time.monotonic())
+        self._forget_stored()
         _log.info("the prefix cache was reset: pages stored before are not used any more")
         return True
 
@@ -362,6 +351,29 @@ class VllmScheduler:
         if epoch and self._was_lost:
             _log.info("the server of %s answers now", self.settings.store)
             self._was_lost = False
+
+    def _forget_stored(self) -> None:
+        """From here on this engine shares only with itself."""
+        self._marks["since_reset"] = secrets.token_hex(16)
+        self.planner.reset(time.monotonic())
+
+    def _weights_changed(self, why: str) -> None:
+        """A worker has other weights than those that name the pages."""
+        if self._off:
+            return
+        self._forget_stored()
+        if self.settings.weights_version is None:
+            self._off = f"the weights may be others ({why}); restart, or name a weights_version"
+            _log.error("off, the engine runs without it: %s", self._off)
+        else:
+            self._warn(
+                f"the weights are others ({why}): pages stored before are not used any more; "
+                "restart with their weights_version to share again"
+            )
+
+    def _step_plan(self, jobs: Jobs, grant: Grant | None) -> StepPlan:
+        known = dict(self._weights)
+        return StepPlan(self._epoch, grant, jobs.loads, jobs.saves, jobs.cancelled, weights=known)
 
     def _is_attaching(self, now: float) -> bool:
         """Whether the workers are about to attach to the memory of a session that has begun."""

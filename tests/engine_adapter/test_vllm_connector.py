@@ -50,7 +50,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
     made: list[StepLoop] = []
 
-    def make(version: str = "1", events: bool = False, **extra: Any) -> StepLoop:
+    def make(
+        version: str | None = "1", events: bool = False, model: Any = "standin", **extra: Any
+    ) -> StepLoop:
         settings = {
             "store": server.address,
             "load": "always",
@@ -58,7 +60,7 @@ def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
             "page_tokens": PAGE,
             "start_wait_s": 20.0,
         }
-        made.append(StepLoop(module, settings | extra, events=events))
+        made.append(StepLoop(module, settings | extra, events=events, model=str(model)))
         return made[-1]
 
     yield make
@@ -231,6 +233,79 @@ def test_a_reset_ignores_what_was_stored_and_deletes_nothing(engines: Any) -> No
         request = make_request(PROMPT)
         engine.scheduler.on_new_request(request)
         assert engine.match(request)[0] == expected
+
+
+@pytest.mark.parametrize("call", ["reload_weights", "wake_up"])
+def test_a_reload_or_a_wake_up_without_a_version_turns_it_off_with_one_line(
+    engines: Any, caplog: pytest.LogCaptureFixture, call: str, tmp_path: Any
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(call.encode())
+    engine = attached(engines(None, model=tmp_path))
+    stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    with caplog.at_level(logging.WARNING, "kvstore.vllm"):
+        getattr(engine.engine_worker, call)()
+        ask_twice(engine, expected=[2 * PAGE, 0], bad=4)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("off, the engine runs without it")
+    assert call in line
+    assert "weights_version" in line
+    other = attached(engines(None, model=tmp_path))
+    assert match(other) == (2 * PAGE, False), "what was stored before is others' still"
+
+
+def test_other_weights_under_a_version_are_shared_with_nobody_else(
+    engines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = attached(engines("n"))
+    stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    with caplog.at_level(logging.WARNING, "kvstore.vllm"):
+        engine.engine_worker.wake_up()
+        assert match(engine) == (2 * PAGE, False)
+        assert engine.scheduler.reset_cache(), "as a trainer does that updates weights"
+        engine.engine_worker.reload_weights(1.0)
+        stored(engine, PROMPT, [1, 2, 3, 4, 5])  # whose step finds out, and saves nothing
+        assert match(engine) == (0, False)
+        stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    assert match(engine) == (2 * PAGE, False)
+    assert match(attached(engines("n"))) == (2 * PAGE, False), "of before the change"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "the weights are others" in line
+
+
+def test_weights_that_cannot_be_read_move_no_page_and_the_engine_goes_on(
+    engines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = attached(engines("p"))
+    stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    engine.worker._weights._sample._bytes.clear()
+    request = make_request(PROMPT)
+    engine.scheduler.on_new_request(request)
+    assert engine.match(request) == (2 * PAGE, False)
+    with caplog.at_level(logging.ERROR, "kvstore.vllm"):
+        engine.compute(request, [11, 12, 13, 14, 15], external=2 * PAGE)
+    assert engine.bad_blocks == {11, 12, 13, 14}
+    assert ["weights" in record.getMessage() for record in caplog.records] == [True]
+
+
+def match(engine: StepLoop) -> tuple[int, bool]:
+    """What there is of the prompt for a request that leaves again."""
+    request = make_request(PROMPT)
+    engine.scheduler.on_new_request(request)
+    answer = engine.match(request)
+    engine.scheduler.request_finished(request, [])
+    return answer
+
+
+def ask_twice(engine: StepLoop, *, expected: list[int], bad: int) -> None:
+    """Two requests for one prompt; `bad` blocks of the first one are not loaded."""
+    for tokens in expected:
+        request = make_request(PROMPT)
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request) == (tokens, False)
+        engine.compute(request, [11, 12, 13, 14, 15], external=tokens)
+        engine.scheduler.request_finished(request, [11, 12, 13, 14, 15])
+        engine.idle()
+    assert len(engine.bad_blocks) == bad
 
 
 def test_the_failure_policy_becomes_recompute_unless_the_user_keeps_it(engines: Any) -> None:

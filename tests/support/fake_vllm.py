@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fake_kv_cache import FullAttentionSpec, make_cache
 
 if TYPE_CHECKING:
@@ -147,6 +148,31 @@ class BlockPool:
         return sum(block.refs for block in self.blocks)
 
 
+class Worker:
+    """vLLM's worker around a model, as far as its weights go."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(12)))
+        self.model_runner = SimpleNamespace(model=self.model)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def initialize(self, connector: Any, kv_caches: dict[str, Any]) -> None:
+        connector.register_kv_caches(kv_caches)
+
+    def reload_weights(self, change: float = 0.0) -> None:
+        self.write_weights(change)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """What it slept on is there again."""
+
+    def write_weights(self, change: float) -> None:
+        """In place and past all hooks, as extensions of workers do."""
+        for each in self.model.parameters():
+            each.data.add_(change)
+
+
 def make_request(tokens: list[int], **more: Any) -> Any:
     """A request as the scheduler holds it."""
     made = {
@@ -173,7 +199,13 @@ class StepLoop:
     """One engine with one worker: what EngineCore does around the two connectors."""
 
     def __init__(
-        self, module: Any, extra: dict[str, Any], *, blocks: int = 40, events: bool = False
+        self,
+        module: Any,
+        extra: dict[str, Any],
+        *,
+        blocks: int = 40,
+        events: bool = False,
+        model: str = "standin",
     ) -> None:
         self.cache = make_cache(blocks=blocks, specs=(FullAttentionSpec(),))
         self.config = self.cache.vllm_config
@@ -184,19 +216,19 @@ class StepLoop:
         self.config.speculative_config = None
         self.config.cache_config.calculate_kv_scales = False
         self.config.load_config = SimpleNamespace(load_format="auto")
-        model = self.config.model_config
         for name, each in {
-            "model": "standin",
+            "model": model,
             "quantization": None,
             "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 5}),
             "max_model_len": 1024,
         }.items():
-            setattr(model, name, each)
+            setattr(self.config.model_config, name, each)
         self.module = module
         self.worker = module.KVStoreConnector(
             self.config, KVConnectorRole.WORKER, self.cache.config
         )
-        self.worker.register_kv_caches(self.cache.kv_caches)
+        self.engine_worker = Worker()
+        self.engine_worker.initialize(self.worker, self.cache.kv_caches)
         self.scheduler = module.KVStoreConnector(
             self.config, KVConnectorRole.SCHEDULER, self.cache.config
         )
