@@ -119,6 +119,11 @@ class BlockPort(Protocol):
     def unpin(self, blocks: Iterable[int]) -> None:
         """Hold each block once less."""
 
+    def holds(self, blocks: Iterable[int]) -> list[object]:
+        """For each an object that stays the same one until the block is given to somebody else to
+        fill; None if that can't be told.
+        """
+
 
 class Phase(StrEnum):
     """Where a request stands."""
@@ -207,3 +212,17 @@ class Save:
     tail: Save | None = None  # follows when this one is done
     attempts: int = 0
     retry_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Leaver:
+    """A request that ended before all its full pages were saved. Its blocks may be reused.
+
+    `holds`: of its blocks at the end, see BlockPort; `loads`: those that are not known to be good.
+    """
+
+    state: RequestState
+    full: int
+    holds: list[object]
+    loads: set[int]
+    until_s: float

@@ -79,6 +79,7 @@ class Planner:
         """A request was added: its look-up begins, and staging, while it waits its turn."""
         state = RequestState(view, policy)
         self._requests[view.id] = state
+        self._saving.leavers.pop(view.id, None)
         if policy.ends_session or not policy.load:
             return
         if view.length >= self.sizes.page_tokens:
@@ -151,7 +152,10 @@ class Planner:
     def finished(
         self, request: str, blocks: Sequence[int] | None, computed: int, *, well: bool, now: float
     ) -> Reuse:
-        """A request leaves; `well`: its tokens stand. Its blocks may be reused after this call."""
+        """A request leaves; `well`: its tokens stand. Its blocks may be reused after this call.
+
+        What of it can't be pinned now is saved later, from blocks that were not reused until then.
+        """
         state = self._requests.pop(request, None)
         if state is None:
             return Reuse(reason="unknown")
@@ -165,7 +169,7 @@ class Planner:
 
     def take(self, now: float) -> Jobs:
         """What the workers shall do in the next step."""
-        self._saving.tick(now)
+        self._saving.tick(self._loading.loads, now)
         loads, cancelled = self._loading.take()
         return Jobs(loads, self._saving.take(), cancelled)
 
@@ -246,8 +250,8 @@ class Planner:
 
     @property
     def saves_left(self) -> int:
-        """How many saves are under way."""
-        return len(self._saving.saves)
+        """How many saves are under way or to come."""
+        return len(self._saving.saves) + len(self._saving.leavers)
 
     @property
     def waits(self) -> bool:
@@ -271,6 +275,7 @@ class Planner:
             "tickets": len(self._loading.askers),
             "loads": len(self._loading.loads),
             "saves": len(self._saving.saves),
+            "leavers": len(self._saving.leavers),
             "pinned_blocks": self._saving.pinned_blocks,
         }
 
@@ -293,7 +298,7 @@ class Planner:
 
     def _state_of_save(self, job: int) -> RequestState | None:
         save = self._saving.saves.get(job)
-        return self._requests.get(save.request) if save is not None else None
+        return self._saving.state_of(save, self._requests) if save is not None else None
 
     def _pin_chain(self, state: RequestState) -> None:
         """Pins asked for at the end; a save that is under way pins what it publishes itself."""

@@ -9,7 +9,8 @@
 Invariants: a page is saved only when every token in it is confirmed; what was computed on a load
 that failed is dropped, never committed; a reservation is given back only after all ranks have left
 its memory; a request has one save under way, because the store publishes a chain from its top.
-Pure: time comes with each call.
+What a request leaves behind when it ends is saved in turns, as far as its blocks still hold it:
+they are pinned when their turn comes, never more than the cap. Pure: time comes with each call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.engine_adapter.plan_records import NULL_BLOCK, Save, SavePhase
+from kvstore.engine_adapter.plan_records import NULL_BLOCK, Leaver, Save, SavePhase
 from kvstore.engine_adapter.transfer_plan import PageSave, SaveJob
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ IN_PROGRESS, LIMIT, PRESENT = "in progress", "limit", "present"
 RETRY_S = 0.05
 ATTEMPTS_MAX = 20
 HOLD_S_MIN, HOLD_S_MAX = 0.25, 4.0  # after a refusal
+# An idle engine steps no longer for what a request left behind, and this many requests may have.
+LEAVE_S_MAX, LEAVERS_MAX = 30.0, 256
 
 
 class SavePlanner:
@@ -53,6 +56,7 @@ class SavePlanner:
         self._pinned_blocks_max = pinned_blocks_max
         self._jobs = 0
         self.saves: dict[int, Save] = {}  # by job; tails are not in it yet
+        self.leavers: dict[str, Leaver] = {}  # by request
         self.outbox: list[SaveJob] = []
         self.pinned_blocks = 0
         self.hold_until = -1.0
@@ -84,7 +88,7 @@ class SavePlanner:
     def finish(
         self, state: RequestState, computed: int, loads: Mapping[int, Load], now: float
     ) -> None:
-        """The request ended well, with `computed` tokens behind it: the last full page."""
+        """The request ended well, with `computed` tokens behind it: all that is left to save."""
         length = state.view.length
         known = min(max(state.confirmed, min(computed, length - 1)), length)
         full = known // self._sizes.page_tokens
@@ -97,6 +101,7 @@ class SavePlanner:
             while last.tail is not None:
                 last = last.tail
             last.tail = tail
+        self._keep(state, full, loads, now)
 
     def reserved(self, room: Room, state: RequestState | None, now: float) -> None:
         """The store answered a reservation; `state` if its request is still there."""
@@ -150,7 +155,7 @@ class SavePlanner:
             self.counters["saves_failed"] += 1
             save.dropped = True
         save.loads &= set(loads)
-        self._pass_gate(save, state_of.get(save.request), now)
+        self._pass_gate(save, self.state_of(save, state_of), now)
 
     def load_over(self, load: Load, state_of: Mapping[str, RequestState], now: float) -> None:
         """A load is over: what was computed on it may be published, or must not be."""
@@ -160,7 +165,11 @@ class SavePlanner:
                     each.loads.discard(load.job)
                     each.dropped = each.dropped or not load.ok
             if save.phase is SavePhase.GATED:
-                self._pass_gate(save, state_of.get(save.request), now)
+                self._pass_gate(save, self.state_of(save, state_of), now)
+        for leaver in [*self.leavers.values()]:
+            if load.job in leaver.loads and not load.ok:
+                self._forget(leaver)
+            leaver.loads.discard(load.job)
 
     def committed(self, done: Committed, state: RequestState | None, now: float) -> Save | None:
         """The store published a save; the save, if it was waited for."""
@@ -175,15 +184,26 @@ class SavePlanner:
         self._end(save, state, now)
         return save
 
-    def tick(self, now: float) -> None:
-        """Ask again for pages that others were writing."""
+    def state_of(self, save: Save, states: Mapping[str, RequestState]) -> RequestState | None:
+        """Of the request of a save, if it is there or has left something behind."""
+        leaver = self.leavers.get(save.request)
+        return leaver.state if leaver is not None else states.get(save.request)
+
+    def tick(self, loads: Mapping[int, Load], now: float) -> None:
+        """Ask again for pages that others were writing; go on with what was left behind."""
         for save in [*self.saves.values()]:
             if save.phase is SavePhase.HELD and now >= save.retry_s:
                 save.phase = SavePhase.RESERVING
                 self._store.reserve(save.job, save.chain)
+        for leaver in [*self.leavers.values()]:
+            if not self._has_room and now <= leaver.until_s:
+                break
+            self._follow(leaver, loads, now)
 
     def drop_all(self, now: float) -> None:
         """Unpin everything; what is under way will not be published."""
+        for leaver in [*self.leavers.values()]:
+            self._forget(leaver)
         for save in [*self.saves.values()]:
             for each in _with_tails(save):
                 self._unpin_pages(each, list(each.pinned))
@@ -211,7 +231,7 @@ class SavePlanner:
         waiting = any(
             save.phase is SavePhase.COPYING or save.policy.pin_ttl_s for save in self.saves.values()
         )
-        return bool(self.pinned_blocks or self.outbox or waiting)
+        return bool(self.pinned_blocks or self.outbox or self.leavers or waiting)
 
     def frees_soon(self, state_of: Mapping[str, RequestState]) -> bool:
         """Whether blocks are held by nothing but a pin: their requests have left them."""
@@ -230,6 +250,9 @@ class SavePlanner:
                 counted += sum(len(blocks) for blocks in each.pinned.values())
         assert counted == self.pinned_blocks, f"{counted} blocks pinned, {self.pinned_blocks} known"
         assert self.pinned_blocks <= self._pinned_blocks_max, self.pinned_blocks
+        for request, leaver in self.leavers.items():
+            job = leaver.state.save
+            assert not job or job in self.saves, f"{request} waits for save {job}, which is over"
 
     def _plan(self, state: RequestState, full: int, loads: Mapping[int, Load], now: float) -> None:
         first = max(state.planned_pages, state.stored_pages)
@@ -240,6 +263,42 @@ class SavePlanner:
             return
         state.save = save.job
         self._reserve(save)
+
+    def _keep(self, state: RequestState, full: int, loads: Mapping[int, Load], now: float) -> None:
+        """Remember what lies over the cap, to pin it later if its blocks are as they are now."""
+        first = max(state.planned_pages, state.stored_pages)
+        if not state.policy.store or full <= first:
+            return
+        blocks = state.blocks[: full * self._sizes.blocks_a_page]
+        on = {job for job, load in loads.items() if not load.blocks.isdisjoint(blocks)}
+        holds = self._pool.holds(blocks)
+        leaver = Leaver(state, full, holds, on, now + LEAVE_S_MAX)
+        self.leavers[state.view.id] = leaver
+        is_refused = now < self.hold_until or len(self.leavers) > LEAVERS_MAX
+        if is_refused or not self._blocks(state, first):
+            self._forget(leaver)
+
+    def _follow(self, leaver: Leaver, loads: Mapping[int, Load], now: float) -> None:
+        """Save the next part of what a request left behind, if there is room; or give it up."""
+        state = leaver.state
+        if state.save:
+            return
+        first = max(state.planned_pages, state.stored_pages)
+        is_over = first >= leaver.full or now < self.hold_until or now > leaver.until_s
+        if is_over or not self._blocks(state, first):
+            self._forget(leaver)
+        else:
+            self._plan(state, leaver.full, loads, now)
+
+    @property
+    def _has_room(self) -> bool:
+        return self.pinned_blocks + self._sizes.blocks_a_page <= self._pinned_blocks_max
+
+    def _forget(self, leaver: Leaver) -> None:
+        state = leaver.state
+        left = leaver.full - max(state.planned_pages, state.stored_pages)
+        self.counters["pages_left_behind"] += max(left, 0)
+        self.leavers.pop(state.view.id, None)
 
     def _make(
         self, state: RequestState, first: int, full: int, loads: Mapping[int, Load]
@@ -261,6 +320,8 @@ class SavePlanner:
         stop = first + len(pinned)
         used = set(state.blocks[: stop * self._sizes.blocks_a_page])
         on = {job for job, load in loads.items() if not used.isdisjoint(load.blocks)}
+        if (leaver := self._leaver(state)) is not None:
+            on = set(leaver.loads)  # loads that began later are not into these blocks
         self._pin(pinned.values())
         state.planned_pages = stop
         self._jobs += 1
@@ -365,10 +426,20 @@ class SavePlanner:
         self._reserve(tail)
 
     def _blocks(self, state: RequestState, page: int) -> tuple[int, ...]:
-        """The blocks of a page; empty if the table does not reach it."""
+        """The blocks of a page; empty if the table does not reach it, or they were reused."""
         count = self._sizes.blocks_a_page
-        blocks = tuple(state.blocks[page * count : (page + 1) * count])
+        part = slice(page * count, (page + 1) * count)
+        blocks = tuple(state.blocks[part])
+        leaver = self._leaver(state)
+        if leaver is not None:
+            pairs = zip(leaver.holds[part], self._pool.holds(blocks), strict=True)
+            if any(held is None or held is not now for held, now in pairs):
+                return ()
         return blocks if len(blocks) == count else ()
+
+    def _leaver(self, state: RequestState) -> Leaver | None:
+        leaver = self.leavers.get(state.view.id)
+        return leaver if leaver is not None and leaver.state is state else None
 
     def _pin(self, pages: Iterable[tuple[int, ...]]) -> None:
         blocks = [block for page in pages for block in page]

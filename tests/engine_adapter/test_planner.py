@@ -62,9 +62,16 @@ class Store:
 
 @dataclass
 class Pool:
-    """Counts pins."""
+    """Counts pins. `told`: of each block that is not in use by another since."""
 
     pinned: list[int] = field(default_factory=list)
+    told: dict[int, object] = field(default_factory=dict)
+
+    def holds(self, blocks: object) -> list[object]:
+        return [
+            self.told.setdefault(block, object())
+            for block in list(blocks)  # type: ignore[call-overload]
+        ]
 
     def pin(self, blocks: object) -> None:
         self.pinned += list(blocks)  # type: ignore[call-overload]
@@ -253,6 +260,98 @@ def test_the_last_page_of_a_request_is_saved_when_it_ends() -> None:
     assert store.calls == [("reserve", 1, 1)]
     assert pool.pinned == [1, 2]
     assert made.needs_steps
+
+
+def blocks_of_next_save(made: Planner, job: int, start: int, pages: int) -> list[int]:
+    """The blocks that it copies, once it is published."""
+    made.event(Room(job, start, tuple(range(pages))), 0.0)
+    [save] = made.take(0.0).saves
+    made.report(WorkerReport(saves=(SaveDone(job, True),)), 0.0)
+    made.event(Committed(job, pages), 0.0)
+    made.take(0.1)
+    return [block for page in save.pages for block in page.blocks]
+
+
+def ended_over_the_cap() -> tuple[Planner, Store, Pool]:
+    """Five pages in one step and the end; two may be pinned at a time."""
+    made, store, pool = planner(pins=4)
+    made.arrive(Request("a", 5 * PAGE + 2), Policy(load=False))
+    made.allocated("a", list(range(1, 12)), 0)
+    made.step("a", None, 0, 5 * PAGE + 2, 0.0)
+    made.finished("a", list(range(1, 12)), 5 * PAGE + 2, well=True, now=0.0)
+    assert pool.pinned == [1, 2, 3, 4]
+    return made, store, pool
+
+
+def test_what_a_request_leaves_over_the_cap_is_saved_in_turns_after_its_end() -> None:
+    made, _, pool = ended_over_the_cap()
+    assert made.needs_steps
+    assert made.saves_left == 2
+    assert blocks_of_next_save(made, 1, 0, 2) == [1, 2, 3, 4]
+    assert pool.pinned == [5, 6, 7, 8]
+    assert blocks_of_next_save(made, 2, 2, 2) == [5, 6, 7, 8]
+    assert blocks_of_next_save(made, 3, 4, 1) == [9, 10]
+    assert not any(made.held().values())
+    assert not made.needs_steps
+    assert made.counters()["pages_left_behind"] == 0
+
+
+def test_what_was_left_in_blocks_that_somebody_took_is_not_saved() -> None:
+    made, _, pool = ended_over_the_cap()
+    del pool.told[7]
+    assert blocks_of_next_save(made, 1, 0, 2) == [1, 2, 3, 4]
+    assert blocks_of_next_save(made, 2, 2, 1) == [5, 6]
+    assert not any(made.held().values())
+    assert made.counters()["pages_left_behind"] == 2
+
+
+def test_a_store_without_room_and_a_load_that_fails_end_what_was_left() -> None:
+    made, _, _ = ended_over_the_cap()
+    made.event(Room(1, 0, (), "full"), 0.0)
+    made.take(0.1)
+    assert not any(made.held().values())
+    assert made.counters()["pages_left_behind"] == 5
+    made, store, _ = planner(pins=4, sync=True)
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("a", 0, 0.0)
+    made.allocated("a", [1, 2, 3, 4, 5], 16)
+    [load] = made.take(0.0).loads
+    made.arrive(Request("b", 5 * PAGE + 2), Policy(load=False))  # it has the same blocks
+    made.allocated("b", list(range(1, 12)), 0)
+    made.step("b", None, 16, 3 * PAGE + 2, 0.0)
+    made.finished("b", list(range(1, 12)), 5 * PAGE + 2, well=True, now=0.0)
+    assert made.saves_left == 2
+    made.report(WorkerReport(loads=(LoadDone(load.job, "a", False, (3,)),)), 0.0)
+    assert made.saves_left == 1, "what is under way is dropped at its end"
+    made.take(0.1)
+    assert ("commit", 1) not in store.calls
+
+
+def test_no_more_requests_leave_something_behind_than_their_limit() -> None:
+    made, _, _ = planner(pins=2)
+    for number in range(300):
+        made.arrive(Request(f"r{number}", PAGE + 2), Policy(load=False))
+        made.step(f"r{number}", [1 + 3 * number + at for at in range(3)], 0, PAGE + 2, 0.0)
+        made.finished(f"r{number}", None, PAGE + 2, well=True, now=0.0)
+    assert made.held()["leavers"] == 256
+    assert made.counters()["pages_left_behind"] == 300 - 1 - 256
+    made.take(31.0)
+    assert made.held()["leavers"] == 0, "nobody waits for ever"
+
+
+def test_a_reset_and_another_request_of_the_name_end_what_was_left() -> None:
+    made, _, pool = ended_over_the_cap()
+    made.reset(0.0)
+    assert not pool.pinned
+    assert not made.held()["leavers"]
+    made, _, _ = ended_over_the_cap()
+    made.arrive(Request("a", 4), Policy())
+    assert not made.held()["leavers"]
+    made, _, _ = ended_over_the_cap()
+    made.event(Room(1, 0, (), "in progress"), 0.0)
+    made.take(31.0)
+    assert made.held()["leavers"], "while its save is under way"
 
 
 def test_an_aborted_request_saves_nothing_more() -> None:

@@ -126,6 +126,7 @@ def _with_parents(name: str) -> list[str]:
 class Block:
     block_id: int
     refs: int = 0
+    block_hash: object = None
 
 
 class BlockPool:
@@ -277,6 +278,8 @@ class StepLoop:
     def compute(self, request: Any, blocks: list[int], *, external: int = 0) -> None:
         """All of a request in one step, and its end."""
         self.scheduler.update_state_after_alloc(request, (blocks,), external)
+        for block in blocks[: request.num_tokens // 8]:
+            self.pool.blocks[block].block_hash = object()
         count = request.num_tokens - external
         self.step({request.request_id: count}, ((request, blocks, external),))
         request.num_computed_tokens = request.num_tokens

@@ -27,6 +27,7 @@ from vllm_engines import (
     same_answer,
     say,
     store_document,
+    wait_store,
 )
 
 if TYPE_CHECKING:
@@ -261,3 +262,27 @@ def test_preempted_requests_are_answered_right_from_a_tiny_pool(
     assert sum(each["cached_tokens"] > 0 for each in loaded) >= PROMPTS / 2, "too little was loaded"
     assert not any(found.counts.values()), found.counts
     assert preempted > 0, "the pool was large enough: nothing was shown"
+
+
+def test_all_of_a_prompt_longer_than_may_be_pinned_is_saved_after_its_end(tmp_path: Path) -> None:
+    """Sixty blocks: six may be pinned. One step computes 24 of them, and the request ends."""
+    [tokens] = prompts(1, seed=78, tokens=24 * SMALL_BLOCK + 10, shared=0)
+    tiny = {"num_gpu_blocks_override": 60, "block_size": SMALL_BLOCK, "max_model_len": 1024}
+    with (
+        ServerProcess(tmp_path / "store", *SERVER_FLAGS) as server,
+        engine(server.start().address, tmp_path / "log", **tiny) as running,
+    ):
+        [cold] = running.run([ask(tokens, max_tokens=1)])
+        wait_store(server.address, lambda found: found["pages"] >= 12)
+        assert running.reset(), "blocks are still held"
+        [loaded] = running.run([ask(tokens, max_tokens=1)])
+        metrics = running.metrics()
+    assert cold["cached_tokens"] == 0
+    assert loaded["cached_tokens"] == 24 * SMALL_BLOCK
+    assert same_answer(loaded, cold)
+    [peak] = [
+        value for name, value in metrics.items() if name.startswith("vllm:kvstore_pinned_blocks")
+    ]
+    assert 0 < peak <= 6
+    over = [value for name, value in metrics.items() if "kvstore_saves_over_pin_cap" in name]
+    assert sum(over) > 0, "everything could be pinned: nothing was shown"
