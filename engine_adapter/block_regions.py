@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Blocks of these kinds are full once their tokens are computed, and stay until they are freed.
 SERVED_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# Blocks of these are given up as the window moves on; vLLM can keep them all instead.
+WINDOWED_KINDS = frozenset({"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 # A layer's block is one run of bytes; in the last two, a run a head.
 SERVED_LAYOUTS = frozenset({"LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "BHLNC"})
 FORMAT_VERSION = 1
@@ -289,20 +291,35 @@ def _tensor_ranks(parallel: Any) -> int:
 def _one_group(kv_cache_config: Any) -> tuple[Any, dict[str, Any]]:
     """The only group, and the spec of each of its layers."""
     groups = kv_cache_config.kv_cache_groups
+    kinds = [_kind_of(spec) for group in groups for spec in _specs_of(group).values()]
+    if any("Mamba" in kind for kind in kinds):
+        raise LayoutProblem(
+            f"{sum('Mamba' in kind for kind in kinds)} of {len(kinds)} layers are state spaces: "
+            "what they keep of a prompt is no page of tokens"
+        )
     if len(groups) != 1:
-        kinds = ", ".join(_kind_of(group.kv_cache_spec) for group in groups)
-        raise LayoutProblem(f"{len(groups)} KV cache groups ({kinds}); one group is served")
+        told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        way = "; --disable-hybrid-kv-cache-manager makes them one, for more KV memory"
+        windows = any(kind in WINDOWED_KINDS for kind in kinds)
+        raise LayoutProblem(
+            f"{len(groups)} KV cache groups ({told}), one is served{way if windows else ''}"
+        )
     group = groups[0]
     if getattr(group, "host_resident", False):
         raise LayoutProblem("the KV cache group lives in host memory")
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    by_layer = dict(specs) if specs else dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    by_layer = _specs_of(group)
     for layer, spec in by_layer.items():
         if _kind_of(spec) not in SERVED_KINDS:
             raise LayoutProblem(
                 f"layer {layer} has {_kind_of(spec)}; served are {', '.join(sorted(SERVED_KINDS))}"
             )
     return group, by_layer
+
+
+def _specs_of(group: Any) -> dict[str, Any]:
+    """A group's layers with their specs."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return dict(specs) if specs else dict.fromkeys(group.layer_names, group.kv_cache_spec)
 
 
 def _served_layout(kv_cache_config: Any) -> str:

@@ -65,6 +65,15 @@ def why_unservable(vllm_config: Any) -> str:
     return ""
 
 
+def why_uncacheable(request: Any) -> str:
+    """Why a request passes by the store, by its own nature; "" if it need not."""
+    if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
+        return "prompt embeddings"
+    if getattr(request, "pooling_params", None) is not None:
+        return "a pooling request"
+    return ""
+
+
 def blocks_per_page(facts: RegionFacts, page_tokens: int | None) -> int:
     """How many of the engine's blocks a page covers. SpecError if `page_tokens` doesn't divide."""
     block = facts.block_tokens

@@ -34,6 +34,7 @@ from kvstore.engine_adapter.vllm_identity import (
     cache_spec,
     find_weights,
     weights_memory,
+    why_uncacheable,
 )
 from kvstore.engine_adapter.vllm_idle import WAIT_S, IdleWait
 from kvstore.engine_adapter.vllm_probe import block_ids, hit_sources, vllm_version
@@ -409,9 +410,7 @@ class VllmScheduler:
     def _policy(self, request: Any) -> tuple[Policy, dict[str, str]]:
         """What this request may do, and what besides its tokens decides its KV."""
         marks = dict(self._marks)
-        note = self._off
-        if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
-            note = "prompt embeddings"
+        note = self._off or why_uncacheable(request)
         adapter = getattr(request, "lora_request", None)
         if adapter is not None:
             path = str(getattr(adapter, "lora_path", "") or "")

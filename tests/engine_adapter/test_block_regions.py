@@ -260,8 +260,8 @@ def spoil_layers(cache: FakeCache) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (spoil_group, "2 KV cache groups (FullAttentionSpec, FullAttentionSpec)"),
-        (spoil_kind, "has MambaSpec; served are FullAttentionSpec"),
+        (spoil_group, "2 KV cache groups (10 FullAttentionSpec), one is served"),
+        (spoil_kind, "5 of 5 layers are state spaces"),
         (spoil_stages, "pipeline_parallel_size is 2"),
         (spoil_context, "decode_context_parallel_size is 2"),
         (spoil_layout, "KV cache layout None"),

@@ -211,6 +211,39 @@ def test_two_images_behind_the_same_placeholder_find_nothing_of_each_other(engin
         assert engine.match(request)[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"prompt_token_ids": None, "prompt_embeds": object()}, "prompt embeddings"),
+        ({"prompt_embeds": object()}, "prompt embeddings"),
+        ({"pooling_params": object()}, "a pooling request"),
+    ],
+)
+def test_requests_that_tokens_do_not_name_load_and_save_nothing(
+    engines: Any, more: dict[str, Any], why: str
+) -> None:
+    engine = attached(engines("o"))
+    plain = make_request(PROMPT)
+    engine.scheduler.on_new_request(plain)
+    engine.match(plain)
+    engine.compute(plain, [1, 2, 3, 4, 5])
+    engine.scheduler.request_finished(plain, [1, 2, 3, 4, 5])
+    engine.idle()
+    before = engine.scheduler.get_kv_connector_stats().data.get("pages_saved", 0)
+    assert before or match(engine)[0] == 2 * PAGE
+    for tokens in (PROMPT, list(range(300, 340))):
+        made = make_request(tokens, **more)
+        engine.scheduler.on_new_request(made)
+        assert engine.match(made) == (0, False)
+        engine.compute(made, [11, 12, 13, 14, 15])
+        _, told = engine.scheduler.request_finished(made, [11, 12, 13, 14, 15])
+        engine.idle()
+        assert (told["kvstore"]["reused_tokens"], told["kvstore"]["reason"]) == (0, why)
+        assert engine.pool.pinned == 0
+    stats = engine.scheduler.get_kv_connector_stats()
+    assert stats is None or not stats.data.get("pages_saved")
+
+
 def test_stored_blocks_become_events_under_the_engines_own_hashes(engines: Any) -> None:
     engine = attached(engines("f", events=True))
     stored(engine, PROMPT, [1, 2, 3, 4, 5])
@@ -242,9 +275,19 @@ def test_a_reload_or_a_wake_up_without_a_version_turns_it_off_with_one_line(
     (tmp_path / "model.safetensors").write_bytes(call.encode())
     engine = attached(engines(None, model=tmp_path))
     stored(engine, PROMPT, [1, 2, 3, 4, 5])
+    matched = make_request(PROMPT)
+    engine.scheduler.on_new_request(matched)
+    assert engine.match(matched) == (2 * PAGE, False)
+    blocks = [11, 12, 13, 14, 15]
     with caplog.at_level(logging.WARNING, "kvstore.vllm"):
         getattr(engine.engine_worker, call)()
-        ask_twice(engine, expected=[2 * PAGE, 0], bad=4)
+        engine.compute(matched, blocks, external=2 * PAGE)
+        assert engine.bad_blocks == {11, 12, 13, 14}
+        engine.scheduler.request_finished(matched, blocks)
+        stored(engine, PROMPT, [1, 2, 3, 4, 5])  # which finds nothing
+        stored(engine, list(range(300, 340)), [1, 2, 3, 4, 5])
+    stats = engine.scheduler.get_kv_connector_stats().data
+    assert stats["pages_saved"] == 2, "those of before"
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("off, the engine runs without it")
     assert call in line
@@ -296,18 +339,6 @@ def match(engine: StepLoop) -> tuple[int, bool]:
     return answer
 
 
-def ask_twice(engine: StepLoop, *, expected: list[int], bad: int) -> None:
-    """Two requests for one prompt; `bad` blocks of the first one are not loaded."""
-    for tokens in expected:
-        request = make_request(PROMPT)
-        engine.scheduler.on_new_request(request)
-        assert engine.match(request) == (tokens, False)
-        engine.compute(request, [11, 12, 13, 14, 15], external=tokens)
-        engine.scheduler.request_finished(request, [11, 12, 13, 14, 15])
-        engine.idle()
-    assert len(engine.bad_blocks) == bad
-
-
 def test_the_failure_policy_becomes_recompute_unless_the_user_keeps_it(engines: Any) -> None:
     assert engines("i").config.kv_transfer_config.kv_load_failure_policy == "recompute"
     kept = engines("i", keep_failure_policy=True)
@@ -356,6 +387,8 @@ def test_pins_are_counted_at_their_peak_and_stay_under_a_tenth_of_the_pool(engin
     counted = engine.scheduler.get_kv_connector_stats().data
     assert 0 < counted["pinned_blocks_peak"] <= 4, "40 blocks in all"
     assert counted["saves_over_pin_cap"] > 0
+    assert counted["pages_saved"] == 6, "the rest in turns, after the end"
+    assert counted.get("pages_left_behind", 0) == 0
 
 
 @pytest.mark.parametrize("aged_s", [0.0, GRANT_S_MAX])

@@ -13,6 +13,7 @@ from kvstore.engine_adapter.vllm_identity import (
     _sees_length,
     adapter_digest,
     find_weights,
+    why_uncacheable,
     why_unservable,
 )
 from kvstore.engine_adapter.vllm_settings import read_settings
@@ -98,6 +99,16 @@ def test_a_plain_model_is_served() -> None:
 )
 def test_what_has_no_name_is_refused_with_a_line(more: dict[str, Any], word: str) -> None:
     assert word in why_unservable(config(**more))
+
+
+def test_requests_that_tokens_do_not_name_pass_by() -> None:
+    made = request()
+    assert why_uncacheable(made) == ""
+    made.pooling_params = Plain(task="embed")
+    assert why_uncacheable(made) == "a pooling request"
+    for tokens in (None, [], [1, 2, 3]):  # with tokens, too: vLLM mixes both in a prompt
+        made.prompt_token_ids, made.prompt_embeds = tokens, object()
+        assert why_uncacheable(made) == "prompt embeddings"
 
 
 def test_a_weights_version_answers_alone() -> None:
