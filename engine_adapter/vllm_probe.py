@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 Base: Any = base.KVConnectorBase_V1
 Role: Any = base.KVConnectorRole
@@ -102,6 +105,30 @@ def block_ids(blocks: Any) -> list[int]:
     """The first group's table of a KVCacheBlocks or of what get_block_ids() gave."""
     ids = blocks.get_block_ids() if hasattr(blocks, "get_block_ids") else blocks
     return list(ids[0]) if ids and not isinstance(ids[0], int) else list(ids or ())
+
+
+def computed(
+    output: Any, known: Callable[..., list[int] | None]
+) -> Iterator[tuple[str, list[int] | None, int]]:
+    """Requests of a scheduler's step: name, block table, tokens computed before it.
+
+    `known(name, blocks, whole=)` makes a table of parts, for releases that don't tell all of it.
+    """
+    state = getattr(output, "kv_connector_block_state", None)
+
+    def table(name: str, given: Any, whole: bool) -> list[int] | None:
+        current = state.get_block_ids(name) if state is not None else None
+        if current is not None:
+            return block_ids(current)
+        return known(name, block_ids(given) if given else [], whole=whole)
+
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, table(new.req_id, new.block_ids, True), int(new.num_computed_tokens)
+    cached = output.scheduled_cached_reqs
+    resumed = getattr(cached, "resumed_req_ids", ())
+    for at, name in enumerate(cached.req_ids):
+        before = int(cached.num_computed_tokens[at])
+        yield name, table(name, cached.new_block_ids[at], name in resumed), before
 
 
 def rank_and_world(vllm_config: Any) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from kvstore.engine_adapter.vllm_identity import (
     why_uncacheable,
 )
 from kvstore.engine_adapter.vllm_idle import WAIT_S, IdleWait
-from kvstore.engine_adapter.vllm_probe import block_ids, hit_sources, vllm_version
+from kvstore.engine_adapter.vllm_probe import block_ids, computed, hit_sources, vllm_version
 from kvstore.engine_adapter.vllm_stats import KVStoreStats, changes
 
 if TYPE_CHECKING:
@@ -186,10 +186,10 @@ class VllmScheduler:
             self._prefills.pop(name, None)
             self.planner.preempted(name)
         self._admitted.clear()
-        for name, blocks, computed in self._computed(output):
+        for name, blocks, before in computed(output, self.planner.table):
             count = output.num_scheduled_tokens.get(name, 0)
-            self._prefilling(name, computed, now)
-            self.planner.step(name, blocks, computed, count, now)
+            self._prefilling(name, before, now)
+            self.planner.step(name, blocks, before, count, now)
         jobs = self.planner.take(now)
         grant = self.lookups.take_grant()
         if grant is not None:
@@ -454,25 +454,6 @@ class VllmScheduler:
             self._adapters[path] = adapter_digest(path, weights_memory())
         except Exception as error:  # such requests are served without the store
             _log.warning("requests with the adapter %s are not cached: %s", path, error)
-
-    def _computed(self, output: Any) -> Iterable[tuple[str, list[int] | None, int]]:
-        """Requests of this step: name, block table, tokens computed before it."""
-        state = getattr(output, "kv_connector_block_state", None)
-
-        def table(name: str, given: Any, whole: bool) -> list[int] | None:
-            current = state.get_block_ids(name) if state is not None else None
-            if current is not None:
-                return block_ids(current)
-            return self.planner.table(name, block_ids(given) if given else [], whole=whole)
-
-        for new in output.scheduled_new_reqs:
-            yield new.req_id, table(new.req_id, new.block_ids, True), int(new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        resumed = getattr(cached, "resumed_req_ids", ())
-        for at, name in enumerate(cached.req_ids):
-            given = cached.new_block_ids[at]
-            computed = int(cached.num_computed_tokens[at])
-            yield name, table(name, given, name in resumed), computed
 
     def _prefilling(self, name: str, computed: int, now: float) -> None:
         """Remember when a request began to compute its prompt."""
