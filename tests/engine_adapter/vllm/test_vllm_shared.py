@@ -210,3 +210,22 @@ def test_weights_that_differ_in_a_bit_find_nothing(
     other.wait_ready()
     save(other, server, ask(tokens))  # which finds nothing before
     assert until_found(other, tokens)["cached_tokens"] == 2 * BLOCK, "it finds its own"
+
+
+def test_the_same_weights_under_another_rope_theta_find_nothing(
+    first: VllmEngine, server: ServerProcess, tmp_path: Path
+) -> None:
+    [tokens] = prompts(1, seed=24)
+    model = tmp_path / "model"
+    shutil.copytree(ready_model(), model)
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] /= 2
+    path.write_text(json.dumps(config))
+    with engine(server.address, tmp_path / "log", wait=False, model=model) as turned:
+        mine = save(first, server, ask(tokens))
+        turned.wait_ready()
+        theirs = save(turned, server, ask(tokens))  # which finds nothing before
+        assert theirs["logprobs"] != mine["logprobs"], "the models are the same: nothing was shown"
+        assert until_found(turned, tokens)["logprobs"] == theirs["logprobs"]
+    assert until_found(first, tokens)["logprobs"] == mine["logprobs"]
