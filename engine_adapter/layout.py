@@ -1,34 +1,31 @@
-"""Page bytes <-> KV tensors: the one place that knows how a declared layout lies in memory.
+"""What a page of plain keys and values holds: its numbers, and tensors seen as pages of it.
 
-A layout comes from the cache spec and is never guessed from a shape. Bytes are moved as integers
-of the same width, so that every dtype, NaN payloads included, comes back bit for bit. Must not be
-here: engines, the store, look-ups.
+A layout comes from the cache spec and is never guessed from a shape. How bytes move between the two
+is page_copier.py's. Must not be here: engines, the store, look-ups.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 
 from kvstore.errors import SpecError
+from kvstore.kernels.paged_kv import PagedKv, TokenOrder
 from kvstore.spec import AttentionKind, PageLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from kvstore.spec import CacheSpec
 
+LayerKv: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys and values
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_SAME_WIDTH = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +71,26 @@ class PageShape:
         values = self.layers * 2 * self.kv_heads * self.page_tokens * self.head_dim
         return values * self.dtype.itemsize
 
-    def view(self, page: memoryview) -> NDArray[np.signedinteger]:
-        """A page's bytes as integers [layers, 2 (K, V), heads, tokens, dim]; no copy.
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in a page: they follow each other, layer by layer."""
+        return self.page_bytes // self.layers
 
-        Writable if `page` is. The view lives as long as the memory behind `page`.
-        """
-        numbers = np.frombuffer(page, dtype=_SAME_WIDTH[self.dtype.itemsize][1])
+    @property
+    def order(self) -> TokenOrder:
+        """The order of heads and tokens in a layer's keys, or values."""
         if self.layout is PageLayout.LAYER_KV_TOKEN_HEAD_DIM:
-            shape = (self.layers, 2, self.page_tokens, self.kv_heads, self.head_dim)
-            return numbers.reshape(shape).transpose(0, 1, 3, 2, 4)
-        shape = (self.layers, 2, self.kv_heads, self.page_tokens, self.head_dim)
-        return numbers.reshape(shape)
+            return TokenOrder.NHD
+        return TokenOrder.HND
+
+    def paged(self, layers: Sequence[LayerKv]) -> PagedKv:
+        """Keys and values of some layers, each [heads, tokens of whole pages, dim], page by page.
+
+        A block is a page's tokens; no copy. ValueError for layers that lie in different ways.
+        """
+        planes: list[Any] = [each for pair in layers for each in pair]  # unflatten is untyped
+        blocks = [each.unflatten(1, (-1, self.page_tokens)).transpose(0, 1) for each in planes]
+        return PagedKv(tuple(blocks), 2)
 
     def holds(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether [batch, heads, tokens, dim] tensors of one layer are what these pages hold."""
@@ -93,49 +99,3 @@ class PageShape:
             each.dtype == self.dtype and (each.shape[1], each.shape[3]) == wanted
             for each in (keys, values)
         )
-
-
-def as_integers(tensor: torch.Tensor) -> NDArray[np.signedinteger]:
-    """A CPU tensor's memory as integers of equal width and shape; no copy, strides kept."""
-    numbers: NDArray[np.signedinteger] = tensor.view(_SAME_WIDTH[tensor.element_size()][0]).numpy()
-    return numbers
-
-
-def load_pages(
-    pages: Sequence[NDArray[np.signedinteger]],
-    layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Copy the first tokens of a chain into one layer's CPU tensors, both [heads, tokens, dim].
-
-    pages: what PageShape.view() gave. tokens may end within the last page: what is left of that
-    page is not read.
-    """
-    targets = as_integers(keys), as_integers(values)
-    tokens = keys.shape[1]
-    start = 0
-    for page in pages:
-        count = min(page.shape[3], tokens - start)
-        for kind in (0, 1):
-            targets[kind][:, start : start + count] = page[layer, kind, :, :count]
-        start += count
-
-
-def store_pages(
-    pages: Sequence[NDArray[np.signedinteger]],
-    layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Copy one layer's CPU tensors, both [heads, len(pages) * page_tokens, dim], into pages.
-
-    pages: what PageShape.view() gave of writable memory.
-    """
-    sources = as_integers(keys), as_integers(values)
-    start = 0
-    for page in pages:
-        stop = start + page.shape[3]
-        for kind in (0, 1):
-            page[layer, kind] = sources[kind][:, start:stop]
-        start = stop

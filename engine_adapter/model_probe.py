@@ -17,7 +17,7 @@ from kvstore.engine_adapter.model_spec import CACHE_ARGUMENT
 from kvstore.errors import SpecError
 
 if TYPE_CHECKING:
-    from kvstore.engine_adapter.layout import PageShape
+    from kvstore.engine_adapter.layout import LayerKv, PageShape
     from kvstore.engine_adapter.model_spec import HfModel
 
 SHARED_TOKENS = 8
@@ -46,8 +46,8 @@ def probe_model(model: HfModel, shape: PageShape) -> None:
     mask = torch.ones_like(batch)
     mask[1, :PADDING_TOKENS] = 0
     try:
-        one = _prefill(model, alone, torch.ones_like(alone))
-        two = _prefill(model, batch, mask)
+        one = _on_cpu(prefill(model, alone, torch.ones_like(alone)))
+        two = _on_cpu(prefill(model, batch, mask))
     except Exception as exc:
         raise SpecError(f"{name} could not be tried: {type(exc).__name__}: {exc}") from exc
     if len(one) != shape.layers or not all(shape.holds(*layer) for layer in one):
@@ -66,10 +66,7 @@ def probe_model(model: HfModel, shape: PageShape) -> None:
                 raise SpecError(f"{name}: the KV of its tokens depends on padding before them")
 
 
-@torch.inference_mode()
-def _prefill(
-    model: HfModel, tokens: torch.Tensor, mask: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def prefill(model: HfModel, tokens: torch.Tensor, mask: torch.Tensor) -> list[LayerKv]:
     """Keys and values of each layer after the forward pass that generate() makes of `tokens`."""
     cache = DynamicCache(config=model.config)
     settings = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
@@ -79,7 +76,11 @@ def _prefill(
     model.generate(tokens.to(model.device), generation_config=settings, **arguments)
     width = tokens.shape[1]
     layers: list[Any] = list(cache.layers)
-    return [(each.keys[:, :, :width].cpu(), each.values[:, :, :width].cpu()) for each in layers]
+    return [(each.keys[:, :, :width], each.values[:, :, :width]) for each in layers]
+
+
+def _on_cpu(layers: list[LayerKv]) -> list[LayerKv]:
+    return [(keys.cpu(), values.cpu()) for keys, values in layers]
 
 
 def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import logging
 import threading
+import weakref
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -253,6 +254,8 @@ class BounceRing:
         ]
         self._events: list[Any] = [None] * buffers
         self._taken = -1
+        # A kernel may still read a buffer whose ring is gone: its memory stays until then.
+        weakref.finalize(self, _wait_for, self._events, self._buffers)
 
     def take(self) -> torch.Tensor:
         """The next buffer, free to be filled."""
@@ -272,6 +275,12 @@ def _attribute(driver: Any, attribute: int, device: int) -> bool:
     if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
         return False
     return bool(value.value)
+
+
+def _wait_for(events: list[Any], _buffers: list[torch.Tensor]) -> None:
+    for event in events:
+        if event is not None:
+            event.synchronize()
 
 
 def _place(memory: memoryview) -> tuple[int, int]:

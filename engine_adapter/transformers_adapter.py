@@ -27,8 +27,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections import Counter
-from contextlib import ExitStack
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +36,13 @@ import torch
 import transformers
 
 from kvstore.connect import connect
-from kvstore.engine_adapter.layout import PageShape, load_pages
+from kvstore.device_pages import DevicePages
+from kvstore.engine_adapter.layout import PageShape
 from kvstore.engine_adapter.model_probe import probe_model
 from kvstore.engine_adapter.model_spec import model_spec, tensors_digest
+from kvstore.engine_adapter.prefix_finder import PrefixFinder
 from kvstore.engine_adapter.transformers_cache import (
     AdapterCounters,
-    Loaded,
     Row,
     StoredPrefixCache,
     StoreLink,
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engine_adapter.model_spec import HfModel
-    from kvstore.interface import MatchLike, SessionLike, StoreLike
+    from kvstore.engine_adapter.prefix_load import PrefixLoad
+    from kvstore.interface import SessionLike, StoreLike
 
 log = logging.getLogger("kvstore.engine_adapter")
 
@@ -85,6 +86,9 @@ class TransformersAdapter:
     that change later need a new adapter.
     quantization: "fp8", "int8" or "int4" keep pages smaller, and change tokens; such pages are only
     found by adapters that name the same.
+    device_bytes: memory on the model's device for pages that are asked for again and again: from
+    there a hit needs no copy from the host. 0, the default, is none: on a CPU it is a second copy
+    in the same memory, and on a GPU only you know what batch and context leave free.
     Raises SpecError, with a sentence, for models whose KV cannot be stored.
     """
 
@@ -102,6 +106,7 @@ class TransformersAdapter:
         adapter_digest: str = "none",
         quantization: str = "none",
         load_deadline_s: float = LOAD_DEADLINE_S,
+        device_bytes: int = 0,
     ) -> None:
         self.model = model
         self.spec = model_spec(
@@ -111,7 +116,14 @@ class TransformersAdapter:
             page_tokens=page_tokens,
             adapter=adapter_digest,
         )
-        probe_model(model, PageShape.of(self.spec))
+        shape = PageShape.of(self.spec)
+        probe_model(model, shape)
+        self.device_pages: DevicePages | None = None
+        if device_bytes:
+            devices = {parameter.device for parameter in model.parameters()}
+            if len(devices) > 1:
+                raise InvalidRequest(f"device_bytes: the model lies on {len(devices)} devices")
+            self.device_pages = DevicePages(device_bytes, model.device, shape.page_bytes)
         opened = connect(store) if isinstance(store, str | Path) else store
         self._own_store = opened if opened is not store else None
         try:
@@ -127,6 +139,7 @@ class TransformersAdapter:
             raise
         self.load_deadline_s = load_deadline_s
         self._link = StoreLink(model, self.session)
+        self._loads: weakref.WeakSet[PrefixLoad] = weakref.WeakSet()
 
     def cache(
         self,
@@ -149,10 +162,11 @@ class TransformersAdapter:
         mask = self._inferred_mask(input_ids) if attention_mask is None else attention_mask
         reason = self._why_bypass(input_ids, mask)
         rows = [] if reason else _rows(input_ids, mask)
+        self._link.release_abandoned()
         start_s = time.perf_counter()
-        loaded = self._load(rows) if load else Loaded()
-        load_s = time.perf_counter() - start_s
-        cache = StoredPrefixCache(self._link, input_ids, mask, rows, loaded, reason)
+        found = self._find(rows, input_ids, mask) if load else None
+        cache = StoredPrefixCache(self._link, input_ids, mask, rows, found, reason)
+        cache.find_s = time.perf_counter() - start_s
         reused = sum(cache.reused_tokens)
         hits = sum(tokens > 0 for tokens in cache.reused_tokens)
         self._link.count(
@@ -161,9 +175,8 @@ class TransformersAdapter:
             tokens_reused=reused,
             tokens_computed=sum(len(row.tokens) for row in rows) - reused,
             bypassed=int(bool(reason)),
-            load_s=load_s,
+            load_s=cache.find_s,
         )
-        cache.load_s = load_s
         return cache
 
     def generate(
@@ -200,6 +213,11 @@ class TransformersAdapter:
 
     def close(self) -> None:
         """End the session; caches made before go on working, without saving."""
+        for load in list(self._loads):
+            load.finish()
+        self._link.release_abandoned()
+        if self.device_pages is not None:
+            self.device_pages.close()
         self.session.close()
         if self._own_store is not None:
             self._own_store.close()
@@ -225,61 +243,24 @@ class TransformersAdapter:
             return "token ids below 0"
         return ""
 
-    def _load(self, rows: Sequence[Row]) -> Loaded:
-        """The stored prefix of all rows; empty when nothing is stored or the store fails."""
+    def _find(
+        self, rows: Sequence[Row], input_ids: torch.Tensor, mask: torch.Tensor
+    ) -> PrefixLoad | None:
+        """The stored prefix of all rows; None when nothing is stored or the store fails."""
         if not rows:
-            return Loaded()
-        try:
-            with ExitStack() as stack:
-                matches = [stack.enter_context(self.session.match(row.tokens)) for row in rows]
-                loaded = self._load_matches(rows, matches)
-        except Exception as error:  # a store that fails is a miss, never the engine's problem
-            self._link.count(loads_failed=1)
-            self._link.store_failed("loading", error)
-            return Loaded()
-        self._link.store_failed("loading", None)
-        return loaded
-
-    def _load_matches(self, rows: Sequence[Row], matches: Sequence[MatchLike]) -> Loaded:
-        # One column at least is the engine's to compute: it needs logits to go on from.
-        last = rows[0].padding + len(rows[0].tokens) - 1
-        columns = min(
-            last, *(row.padding + hit.tokens for row, hit in zip(rows, matches, strict=True))
+            return None
+        finder = PrefixFinder(
+            self._link, rows, input_ids, mask, self.device_pages, self.load_deadline_s
         )
-        deadline = time.monotonic() + self.load_deadline_s
-        tiers: Counter[str] = Counter()
-        for row, hit in zip(rows, matches, strict=True):
-            wanted = self._pages(columns - row.padding)
-            if wanted:
-                tiers.update(hit.tiers[:wanted])
-                staged = hit.stage(deadline_s=max(0.0, deadline - time.monotonic()))
-                columns = min(columns, row.padding + staged * self.spec.page_tokens)
-        used = [self._pages(columns - row.padding) for row in rows]
-        if not any(used):
-            return Loaded()
-        pages = [
-            [self._link.shape.view(view) for view in hit.views(0, count)] if count else []
-            for hit, count in zip(matches, used, strict=True)
-        ]
-        layers = []
-        for layer in range(self._link.shape.layers):
-            both = torch.empty(
-                (2, len(rows), self._link.shape.kv_heads, columns, self._link.shape.head_dim),
-                dtype=self._link.shape.dtype,
-            )
-            for number, row in enumerate(rows):
-                hidden = min(row.padding, columns)
-                both[:, number, :, :hidden] = 0
-                if pages[number]:
-                    keys, values = both[:, number, :, hidden:]
-                    load_pages(pages[number], layer, keys, values)
-            layers.append(both)
-        if not all(hit.valid() for hit, count in zip(matches, used, strict=True) if count):
-            return Loaded()  # pages moved under the copy: their server is gone
-        return Loaded(columns, tuple(layers), dict(tiers))
-
-    def _pages(self, tokens: int) -> int:
-        return -(-max(0, tokens) // self.spec.page_tokens)
+        try:
+            load = finder.find()
+        except Exception as error:  # a store that fails is a miss, never the engine's problem
+            self._link.load_failed(error)
+            return None
+        self._link.store_failed("loading", None)
+        if load is not None:
+            self._loads.add(load)
+        return load
 
 
 def _harmless_arguments(model: HfModel) -> set[str]:

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field, replace
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvstore.engine_adapter.layout import PageShape, store_pages
+from kvstore.engine_adapter.layout import PageShape
 from kvstore.engine_adapter.model_spec import CACHE_ARGUMENT
+from kvstore.engine_adapter.page_copier import PageCopier
+from kvstore.engine_adapter.prefix_load import StoredLayer
 from kvstore.errors import InvalidRequest
+from kvstore.kernels.paged_kv import page_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.engine_adapter.model_spec import HfModel
+    from kvstore.engine_adapter.prefix_load import PrefixLoad
     from kvstore.interface import ReservationLike, SessionLike
     from kvstore.reservation import Commit
 
@@ -54,6 +59,8 @@ class AdapterCounters:
     saves_failed: int = 0
     bypassed: int = 0  # calls that must not load, or not save
     load_s: float = 0.0
+    pages_from_host: int = 0
+    pages_from_device: int = 0  # of the pool that `device_bytes` makes: no copy from the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +69,6 @@ class Row:
 
     padding: int
     tokens: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Columns [0, columns) of every row, as [2 (K, V), batch, heads, columns, dim] a layer."""
-
-    columns: int = 0
-    layers: tuple[torch.Tensor, ...] = ()
-    tiers: dict[str, int] = field(default_factory=dict)
 
 
 class StoreLink:
@@ -83,6 +81,26 @@ class StoreLink:
         self._lock = threading.Lock()
         self._counters = AdapterCounters()
         self._failing: set[str] = set()
+        self._copiers = threading.local()
+        self.abandoned: deque[Callable[[], None]] = deque()
+
+    def copier(self, device: torch.device) -> PageCopier:
+        """This thread's copier for a device."""
+        made: dict[str, PageCopier] = self._copiers.__dict__
+        name = str(device)
+        if name not in made:
+            made[name] = PageCopier(self.shape, device)
+        return made[name]
+
+    def load_failed(self, error: Exception) -> None:
+        """Count and log it."""
+        self.count(loads_failed=1)
+        self.store_failed("loading", error)
+
+    def release_abandoned(self) -> None:
+        """Let go of the pages of caches that are gone and had not used them up."""
+        while self.abandoned:
+            self.abandoned.popleft()()
 
     def counters(self) -> AdapterCounters:
         """A snapshot."""
@@ -118,24 +136,31 @@ class StoredPrefixCache(DynamicCache):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         rows: Sequence[Row],
-        loaded: Loaded,
+        load: PrefixLoad | None = None,
         bypass_reason: str = "",
     ) -> None:
         super().__init__(config=link.model.config)
-        self.load_s = 0.0
-        self.tiers = loaded.tiers  # pages reused, by the tier they were found in
+        self.find_s = 0.0
+        # Pages reused, by the tier they were found in.
+        self.tiers: dict[str, int] = {} if load is None else load.tiers
         self.bypass_reason = bypass_reason
         self._link = link
+        self._load = load
         self._prompt = input_ids
         self._mask = attention_mask
         self._rows = rows
-        self._loaded_columns = loaded.columns
+        self._loaded_columns = load.columns if load is not None else 0
         # Columns before this one belong to the tokens of the output, for all we saw happen.
         self._sound_columns: int | None = None
         self._saved = bool(bypass_reason)
-        self.reused_tokens = [max(0, loaded.columns - row.padding) for row in rows]
-        for number, both in enumerate(loaded.layers):
-            self._preload(number, *both.to(link.model.device))
+        self.reused_tokens = [max(0, self._loaded_columns - row.padding) for row in rows]
+        if load is not None:
+            self.layers = [StoredLayer(load, number) for number in range(link.shape.layers)]
+
+    @property
+    def load_s(self) -> float:
+        """Seconds spent until now: layers are fetched when the model comes to them."""
+        return self.find_s + (0.0 if self._load is None else self._load.seconds)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for generate(): this cache, under its name there, and its mask."""
@@ -186,7 +211,7 @@ class StoredPrefixCache(DynamicCache):
                 "the whole prompt is computed again after its loaded prefix, as assisted decoding "
                 "does; make the cache with load=False for it"
             )
-        if before:
+        if before and not self._fetches(layer_idx, key_states):
             layer = self._layer(layer_idx)
             rows, wanted = layer.keys.shape[0], key_states.shape[0]
             if rows != wanted and rows == len(self._rows) and wanted % rows == 0:
@@ -223,11 +248,11 @@ class StoredPrefixCache(DynamicCache):
         self._sound_until(0)
         super().reset()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
-    def _preload(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        # An empty update sets a layer up in every version; then the tensors go in without a copy.
+    def _fetches(self, number: int, key_states: torch.Tensor) -> bool:
+        """Whether this update gets a layer from the store as it is to be."""
         layer = self._layer(number)
-        layer.update(keys[:, :, :0], values[:, :, :0])
-        layer.keys, layer.values = keys, values
+        pending = isinstance(layer, StoredLayer) and layer.is_pending
+        return pending and key_states.shape[0] == len(self._rows)
 
     def _layer(self, number: int) -> Any:
         # Always a DynamicLayer: model_spec refuses models with others. Its types say less.
@@ -299,13 +324,30 @@ class StoredPrefixCache(DynamicCache):
         shape = self._link.shape
         start = padding + run.start * shape.page_tokens
         stop = start + run.count * shape.page_tokens
-        pages = [shape.view(view) for view in run.views()]
-        for index in range(shape.layers):
-            layer = self._layer(index)
-            keys = layer.keys[number, :, start:stop].detach().to("cpu")
-            values = layer.values[number, :, start:stop].detach().to("cpu")
-            store_pages(pages, index, keys, values)
+        pages = [page_tensor(view) for view in run.views()]
+        columns = slice(start, stop)
+        copiers = []
+        for first, layers in self._layers_together(len(pages)):
+            copiers.append(self._link.copier(layers[0].keys.device))
+            both = [(each.keys[number], each.values[number]) for each in layers]
+            copiers[-1].save(
+                first, [(k[:, columns].detach(), v[:, columns].detach()) for k, v in both], pages
+            )
+        for copier in copiers:
+            copier.finish()
         return run.commit(durable=durable)
+
+    def _layers_together(self, pages: int) -> Iterator[tuple[int, list[Any]]]:
+        """Neighbouring layers on one device, as many as are worth copying at once."""
+        first, count = 0, len(self.layers)
+        while first < count:
+            device = self._layer(first).keys.device
+            most = self._link.copier(device).layers_together(pages, saving=True)
+            stop = first + 1
+            while stop < min(count, first + most) and self._layer(stop).keys.device == device:
+                stop += 1
+            yield first, [self._layer(number) for number in range(first, stop)]
+            first = stop
 
     def _whole_pages(self, tokens: NDArray[np.int32], prompt: int) -> NDArray[np.int32]:
         """Whole pages of a row, up to its first end token after the prompt: the rest is filling."""

@@ -253,6 +253,8 @@ def page_pieces(
             part = planes[:, :, at * size : at * size + held]
             if len(sources) == 1:
                 yield part, sources[0][:, block, :, :held]
-                continue
-            for target, source in zip(part, sources, strict=True):
-                yield target, source[0, block, :, :held]
+            elif held == size:
+                yield from zip(part, [source[0, block] for source in sources], strict=True)
+            else:
+                parts = [source[0, block, :, :held] for source in sources]
+                yield from zip(part, parts, strict=True)

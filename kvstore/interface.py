@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
     from typing import Any, Self
 
     from kvstore.event_log import PageEvent
@@ -35,6 +35,10 @@ class MatchLike(Protocol):
     @property
     def tokens(self) -> int:
         """Length of the chain in tokens."""
+
+    @property
+    def versions(self) -> list[Hashable]:
+        """A name for each page's bytes that no other page has or will have; None: has none now."""
 
     @property
     def tiers(self) -> list[str]:

@@ -17,6 +17,8 @@ from kvstore.request import checked_deadline
 from kvstore.state import HOST, REDIS, TIER_NAMES
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from numpy.typing import NDArray
 
     from kvstore.session import Session
@@ -46,6 +48,12 @@ class Match:
     def page_ids(self) -> NDArray[np.int32]:
         """Where the pages stand in the page table; stable while the lease is held."""
         return self._page_ids
+
+    @property
+    def versions(self) -> list[Hashable]:
+        """A name for each page's bytes, which no other page of this store has or will have."""
+        with self._state.lock:
+            return list(self._state.index.table.sequence[self._page_ids].tolist())
 
     @property
     def tiers(self) -> list[str]:

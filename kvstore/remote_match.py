@@ -19,6 +19,8 @@ from kvstore.request import checked_deadline
 from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from numpy.typing import NDArray
 
     from kvstore.kvstore_pb2 import MatchReply, Places
@@ -105,6 +107,21 @@ class RemoteMatch:
     def tokens(self) -> int:
         """Length of the chain in tokens."""
         return self.pages * self._session.spec.page_tokens
+
+    @property
+    def versions(self) -> list[Hashable]:
+        """A name for each page's bytes that no other page has; None for what is in no arena now.
+
+        It is the place and its generation, so a page that was out of the arena has a new one.
+        """
+        if self._places is None or self._live is None:
+            return []
+        slots = np.frombuffer(self._places.host_slots, "<i8").tolist()
+        generations = np.frombuffer(self._places.host_generations, "<u8").tolist()
+        return [
+            (self._live.epoch, slot, generation) if slot >= 0 else None
+            for slot, generation in zip(slots, generations, strict=True)
+        ]
 
     @property
     def tiers(self) -> list[str]:

@@ -229,6 +229,24 @@ class DeviceTier:
                 raise ValueError(f"device tier: slot {slot:#x}, {size} bytes: not in use, or less")
             return self._slice(slot, size)
 
+    def read_in_place(self, slots: Sequence[int]) -> list[torch.Tensor]:
+        """The bytes of published slots, uint8 on the device, for kernels of the current stream.
+
+        The stream waits for whoever fills them. The caller sees to it that no slot is freed before
+        the kernels are done. ValueError for a slot that is not published.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            places = [self._place(slot) for slot in slots]
+            if any(at not in extent.pages for extent, at in places):
+                raise ValueError("device tier: a slot to read is not published")
+            for event in {e.ready[at] for e, at in places if at in e.ready}:
+                torch.cuda.current_stream(self.device).wait_event(event)
+            return [
+                self._slice(slot, extent.pages[at].payload_bytes)
+                for slot, (extent, at) in zip(slots, places, strict=True)
+            ]
+
     def publish_many(
         self, slots: Sequence[int], pages: Sequence[PageRecord], ready: Any = None
     ) -> None:

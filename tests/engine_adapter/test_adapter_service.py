@@ -104,3 +104,27 @@ def test_the_adapter_takes_an_address_in_place_of_a_store(
     second = TransformersAdapter(server.directory, model, page_tokens=PAGE)
     assert ask(second, ids)[1] == 39
     second.close()
+
+
+def test_pages_on_the_device_are_hit_through_a_server_and_forgotten_with_it(
+    server: ServerProcess, model: Any
+) -> None:
+    """A restarted server names its pages anew, so that none is taken for one from before."""
+    ids = prompt(200, 3)
+    with connect(server.address, lookup_deadline_s=5.0) as store:
+        adapter = TransformersAdapter(store, model, page_tokens=PAGE, device_bytes=64 << 20)
+        expected = ask(adapter, ids)[0]
+        for found in ("host", "host", "device", "device"):
+            assert ask(adapter, ids) == (expected, 199)
+            assert adapter.cache(prompt(2, 4)).tiers == {}
+            pages = adapter.counters().pages_from_device
+            assert (pages > 0) == (found == "device")
+        server.kill()
+        assert ask(adapter, ids) == (expected, 0)
+        server.start()
+        deadline = time.monotonic() + 10
+        while (answer := ask(adapter, ids))[1] == 0:
+            assert answer[0] == expected
+            assert time.monotonic() < deadline
+        assert answer == (expected, 199)
+        assert adapter.counters().pages_from_device == pages

@@ -9,9 +9,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine adapters need torch")
 transformers = pytest.importorskip("transformers", reason="the adapter under test needs it")
 
+from tensor_bits import as_integers  # noqa: E402 - after the importorskip
+
 from kvstore import Store  # noqa: E402 - after the importorskip
 from kvstore.engine_adapter.demo_model import convert, gguf_file  # noqa: E402
-from kvstore.engine_adapter.layout import as_integers  # noqa: E402
 from kvstore.engine_adapter.transformers_adapter import TransformersAdapter  # noqa: E402
 from kvstore.weights import weights_digest  # noqa: E402
 
