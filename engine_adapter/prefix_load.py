@@ -139,11 +139,11 @@ class PrefixLoad:
             group = torch.empty(size, dtype=shape.dtype, device=device)
             for row, padding in enumerate(self._paddings):
                 group[:, :, row, :, :padding] = 0
-        for number, (row, end) in enumerate(zip(self._pages, ends, strict=True)):
-            if row.pages:
-                part = group[:, :, number, :, row.padding : end]
-                tokens = self.columns - row.padding
-                copier.load(first, [(k, v) for k, v in part], row.pages, tokens)
+        for at, (pages, end) in enumerate(zip(self._pages, ends, strict=True)):
+            if pages.pages:
+                part = group[:, :, at, :, pages.padding : end]
+                tokens = self.columns - pages.padding
+                copier.load(first, [(k, v) for k, v in part], pages.pages, tokens)
         if not self._source.valid():
             raise PagesMoved("pages moved while they were copied: their server is gone")
         self._last[0] = copier.event()

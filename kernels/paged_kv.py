@@ -202,13 +202,14 @@ def page_rows(
     rows = list(pages)
     if len(rows) != count:
         raise ValueError(f"{len(rows)} pages for block ids of {count}")
+    shape, device = torch.Size([page_bytes]), rows[0].device if rows else None
     for row in rows:
-        if row.dtype != torch.uint8 or row.shape != (page_bytes,) or row.stride(0) != 1:
+        if row.dtype != torch.uint8 or row.shape != shape or row.stride(0) != 1:
             raise ValueError(
                 f"a page of {row.dtype} {tuple(row.shape)}; dense uint8 [{page_bytes}] is needed"
             )
-        if row.device != rows[0].device:
-            raise ValueError(f"pages on {row.device} and on {rows[0].device} in one call")
+        if row.device != device:
+            raise ValueError(f"pages on {row.device} and on {device} in one call")
     return rows
 
 
