@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.layout import LayerKv, PageShape
     from kvstore.kernels.paged_kv import PagedKv
 
-# One run. Measured on a CPU with 62 pages of 30 layers, 70 MB: in runs of 9 MiB 18 ms; of one layer,
-# 2 MiB, 32 ms (the calls); of all layers 52 ms (memory that is new to the process each time).
+# One run. Measured on a CPU with 62 pages of 30 layers, 70 MB: in runs of 9 MiB 18 ms; of one
+# layer, 2 MiB, 32 ms (the calls); of all layers 52 ms (memory that is new to the process).
 RUN_BYTES = 8 << 20
 
 

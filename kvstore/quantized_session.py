@@ -18,6 +18,7 @@ from kvstore.page_layout import AttentionKind, KvQuantization, PageLayout
 from kvstore.tiers.codec import LOSSY_CODECS, CodecError, KvShape
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
     from typing import Self
 
     from kvstore.interface import MatchLike, ReservationLike, SessionLike, StoreLike
@@ -146,6 +147,10 @@ class QuantizedMatch:
     @property
     def tokens(self) -> int:
         return self._found.tokens
+
+    @property
+    def versions(self) -> list[Hashable]:
+        return self._found.versions
 
     @property
     def tiers(self) -> list[str]:
