@@ -112,7 +112,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_plain_path(
             for _ in range(3 if device_bytes else 1):
                 warm = adapter.cache(ids)
                 [columns] = warm.reused_tokens
-                assert columns >= max(2 * PAGE, ids.shape[1] - PAGE)
+                assert columns >= max(PAGE, ids.shape[1] - PAGE)
                 arguments = warm.arguments()
                 tokens, chances = answer(model, ids, arguments)
                 wanted, wanted_chances = plain(model, ids, columns, next(iter(arguments)))

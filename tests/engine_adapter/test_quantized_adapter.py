@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine adapters need torch")
 transformers = pytest.importorskip("transformers", reason="the adapter under test needs it")
 
+from tensor_bits import as_integers  # noqa: E402 - after the importorskip
+
 from kvstore import Store  # noqa: E402 - after the importorskip
-from kvstore.engine_adapter.layout import as_integers  # noqa: E402
 from kvstore.engine_adapter.transformers_adapter import TransformersAdapter  # noqa: E402
 from kvstore.errors import SpecError  # noqa: E402
 from kvstore.quantized_session import SCHEMES, codec_of  # noqa: E402
