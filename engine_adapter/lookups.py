@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.engine_adapter.load_choice import LoadChoice
     from kvstore.engine_adapter.plan_records import StoreEvent
+    from kvstore.hints import Hints
 
 LOOKUP_THREADS, STAGE_THREADS, SAVE_THREADS = 2, 4, 2
 RESERVE_S_MAX = 1.0  # its thread may wait; unanswered, it costs the session
@@ -171,6 +172,18 @@ class Lookups:
         else:
             self._save_crew.do(lambda: session.unpin(chain.tokens, chain.extras))
 
+    def hint(self, chain: Chain, hints: Hints) -> None:
+        """See StorePort."""
+        session = self._session
+        if session is not None:
+            self._save_crew.do(lambda: _give(session, chain, hints))
+
+    def end_conversation(self, name: str) -> None:
+        """See StorePort."""
+        session = self._session
+        if session is not None:
+            self._save_crew.do(lambda: session.end_conversation(name))
+
     def held(self) -> dict[str, int]:
         """What is not given back yet."""
         return {"tickets": len(self._tickets), "reservations": len(self._rooms)}
@@ -281,3 +294,7 @@ class Lookups:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("%s: %s; taken for a miss, said once", what, error, exc_info=True)
+
+
+def _give(session: Any, chain: Chain, hints: Hints) -> None:
+    hints.give(session, chain.tokens, chain.extras)

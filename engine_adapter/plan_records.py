@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from kvstore.hints import Hints
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+NO_HINTS = Hints()
 NULL_BLOCK = 0  # an engine's block that holds nothing
 
 
@@ -33,7 +36,13 @@ class Policy:
     pin_ttl_s: float = 0.0
     session: str = ""
     ends_session: bool = False
+    hints: Hints = NO_HINTS  # for the store's policy; pins are above
     note: str = ""  # why not, for the answer to the client
+
+    @property
+    def tells(self) -> bool:
+        """Whether the store is told something of the chain when it is stored."""
+        return bool(self.pin_ttl_s) or self.hints.for_policy
 
 
 class RequestView(Protocol):
@@ -108,6 +117,12 @@ class StorePort(Protocol):
 
     def pin(self, chain: Chain, ttl_s: float) -> None:
         """Keep a chain; with 0 seconds, take back all pins on it."""
+
+    def hint(self, chain: Chain, hints: Hints) -> None:
+        """Tell what is known of a chain."""
+
+    def end_conversation(self, name: str) -> None:
+        """The pages that are only this conversation's leave first."""
 
 
 class BlockPort(Protocol):

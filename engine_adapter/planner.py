@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.load_planner import Answer, Sizes
     from kvstore.engine_adapter.plan_records import (
         BlockPort,
+        Chain,
         Policy,
         RequestView,
         Save,
@@ -164,7 +165,7 @@ class Planner:
                 state.blocks = list(blocks)
             self._saving.finish(state, computed, self._loading.loads, now)
         self._loading.leave(state)
-        self._pin_chain(state)
+        self._tell_of_chain(state)
         return Reuse(state.reused_tokens, state.reused_disk_tokens, state.reason)
 
     def take(self, now: float) -> Jobs:
@@ -183,8 +184,8 @@ class Planner:
             save = self._saving.committed(event, self._state_of_save(event.job), now)
             if save is not None and event.pages:
                 self.published.append((save, event.pages))
-                if save.policy.pin_ttl_s and event.pages == save.count:
-                    self._store.pin(save.chain, save.policy.pin_ttl_s)
+                if save.policy.tells and event.pages == save.count:
+                    self._tell(save.chain, save.policy)
 
     def report(self, report: WorkerReport, now: float) -> None:
         """Answers of workers."""
@@ -300,11 +301,20 @@ class Planner:
         save = self._saving.saves.get(job)
         return self._saving.state_of(save, self._requests) if save is not None else None
 
-    def _pin_chain(self, state: RequestState) -> None:
-        """Pins asked for at the end; a save that is under way pins what it publishes itself."""
-        pages = state.stored_pages
-        if not pages or not (state.policy.pin_ttl_s or state.policy.ends_session):
-            return
-        ttl_s = 0.0 if state.policy.ends_session else state.policy.pin_ttl_s
+    def _tell_of_chain(self, state: RequestState) -> None:
+        """At the end, what is known of a chain; a save that is under way tells of its own pages."""
+        policy, pages = state.policy, state.stored_pages
         pages = min(pages, state.view.length // self.sizes.page_tokens)
-        self._store.pin(state.view.chain(pages), ttl_s)
+        if policy.ends_session:
+            if pages:
+                self._store.pin(state.view.chain(pages), 0.0)
+            if policy.session:
+                self._store.end_conversation(policy.session)
+        if pages and policy.tells:
+            self._tell(state.view.chain(pages), policy)
+
+    def _tell(self, chain: Chain, policy: Policy) -> None:
+        if policy.pin_ttl_s:
+            self._store.pin(chain, policy.pin_ttl_s)
+        if policy.hints.for_policy:
+            self._store.hint(chain, policy.hints)

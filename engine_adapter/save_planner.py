@@ -227,9 +227,9 @@ class SavePlanner:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether a worker, a pinned block or a pin in the store waits for the next step."""
+        """Whether a worker, a pinned block or a hint for the store waits for the next step."""
         waiting = any(
-            save.phase is SavePhase.COPYING or save.policy.pin_ttl_s for save in self.saves.values()
+            save.phase is SavePhase.COPYING or save.policy.tells for save in self.saves.values()
         )
         return bool(self.pinned_blocks or self.outbox or self.leavers or waiting)
 

@@ -52,10 +52,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.quantized_session import quantized_session
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.engine_adapter.model_spec import HfModel
     from kvstore.engine_adapter.prefix_load import PrefixLoad
+    from kvstore.hints import Hints
     from kvstore.interface import SessionLike, StoreLike
 
 log = logging.getLogger("kvstore.engine_adapter")
@@ -185,10 +186,12 @@ class TransformersAdapter:
         attention_mask: torch.Tensor | None = None,
         *,
         durable: bool = False,
+        hints: Hints | None = None,
         **arguments: Any,
     ) -> Any:
         """model.generate() between a load and a save; returns what it returns.
 
+        hints: what is known of prompt and answer, once they are stored: kvstore.Hints.
         Arguments that reach the model's forward pass and may change KV (position ids, embeddings,
         images) make it a plain generate() call. Raises InvalidRequest if a cache is given.
         """
@@ -203,9 +206,40 @@ class TransformersAdapter:
         cache = self.cache(input_ids, attention_mask, load=takes_prefix(self.model, arguments))
         output = self.model.generate(input_ids, **cache.arguments(), **arguments)
         cache.save(
-            output if isinstance(output, torch.Tensor) else output.sequences, durable=durable
+            output if isinstance(output, torch.Tensor) else output.sequences,
+            durable=durable,
+            hints=hints,
         )
         return output
+
+    def hint(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        hints: Hints,
+    ) -> int:
+        """Tell the store what is known of these prompts, say from a queue; how many pages it has.
+
+        0, and counted, where the store fails.
+        """
+        mask = self._inferred_mask(input_ids) if attention_mask is None else attention_mask
+        return self._tell(
+            lambda: sum(hints.give(self.session, row.tokens) for row in _rows(input_ids, mask))
+        )
+
+    def end_conversation(self, name: str) -> int:
+        """The pages that are only this conversation's leave the store first; how many they are."""
+        return self._tell(lambda: self.session.end_conversation(name))
+
+    def _tell(self, tell: Callable[[], int]) -> int:
+        try:
+            return tell()
+        except InvalidRequest:
+            raise
+        except Exception as error:  # a hint is never the engine's problem
+            self._link.store_failed("hinting", error)
+            return 0
 
     def counters(self) -> AdapterCounters:
         """A snapshot."""

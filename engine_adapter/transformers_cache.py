@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore.engine_adapter.model_spec import HfModel
     from kvstore.engine_adapter.prefix_load import PrefixLoad
+    from kvstore.hints import Hints
     from kvstore.interface import ReservationLike, SessionLike
     from kvstore.reservation import Commit
 
@@ -166,12 +167,14 @@ class StoredPrefixCache(DynamicCache):
         """Keyword arguments for generate(): this cache, under its name there, and its mask."""
         return {CACHE_ARGUMENT: self, "attention_mask": self._mask}
 
-    def save(self, output_ids: torch.Tensor, *, durable: bool = False) -> Saved:
+    def save(
+        self, output_ids: torch.Tensor, *, durable: bool = False, hints: Hints | None = None
+    ) -> Saved:
         """Store the whole pages of prompt and generated tokens that the store lacks.
 
         output_ids: what generate() returned, [batch, prompt + new tokens]. With `durable`, returns
-        when all of them are on disk, or says why not. Never raises for what the store does; does
-        nothing the second time.
+        when all of them are on disk, or says why not. `hints`: what is known of them, for what
+        leaves the store first. Never raises for what the store does; does nothing the second time.
         """
         if self._saved:
             return Saved(reason=self.bypass_reason or "saved already")
@@ -183,7 +186,7 @@ class StoredPrefixCache(DynamicCache):
             log.info("not saved: %s", reason)
             return Saved(reason=reason)
         try:
-            saved = self._save_rows(output_ids, durable)
+            saved = self._save_rows(output_ids, durable, hints)
         except Exception as error:  # a store that fails saves nothing, and the engine goes on
             link.count(saves_failed=1)
             link.store_failed("saving", error)
@@ -284,7 +287,7 @@ class StoredPrefixCache(DynamicCache):
                 return f"{layer.keys.shape[0]} rows of KV for a batch of {batch}"
         return ""
 
-    def _save_rows(self, output_ids: torch.Tensor, durable: bool) -> Saved:
+    def _save_rows(self, output_ids: torch.Tensor, durable: bool, hints: Hints | None) -> Saved:
         columns = min(self.get_seq_length(), output_ids.shape[1])
         kept, returned = self._layer(0).keys.shape[0], output_ids.shape[0]
         sound = columns if self._sound_columns is None else min(columns, self._sound_columns)
@@ -299,6 +302,8 @@ class StoredPrefixCache(DynamicCache):
             whole = self._whole_pages(tokens, len(row.tokens))
             if len(whole):
                 results.append(self._save_row(number, row.padding, whole, durable))
+                if hints is not None:
+                    hints.give(self._link.session, whole)
         return Saved(
             sum(each.pages for each in results),
             durable and bool(results) and all(each.durable for each in results),

@@ -39,6 +39,7 @@ from kvstore.engine_adapter.vllm_identity import (
 from kvstore.engine_adapter.vllm_idle import WAIT_S, IdleWait
 from kvstore.engine_adapter.vllm_probe import block_ids, computed, hit_sources, vllm_version
 from kvstore.engine_adapter.vllm_stats import KVStoreStats, changes
+from kvstore.engine_adapter.vllm_wishes import policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,7 +59,6 @@ SAY_AGAIN_S = 600.0
 # Reasons not to load that an operator wants to know of, and answers to a reservation that are none.
 TROUBLE = frozenset({TOO_SLOW_DISK, TOO_SLOW_LOOKUP, LOST_LEASE, PAUSE})
 ORDINARY = frozenset({"", PRESENT, IN_PROGRESS, LIMIT, UNREACHABLE})
-OPTIONS = frozenset({"load", "store", "pin_ttl_s", "session", "session_end"})
 
 _log = logging.getLogger("kvstore.vllm")
 
@@ -430,23 +430,12 @@ class VllmScheduler:
         params = getattr(request, "kv_transfer_params", None) or {}
         wishes = params.get("kvstore") if isinstance(params, dict) else None
         wishes = wishes if isinstance(wishes, dict) else {}
-        unknown = sorted(set(map(str, wishes)) - OPTIONS)
-        if unknown:
-            self._warn("unknown kv_transfer_params.kvstore: " + ", ".join(unknown)[:200])
-        session = str(wishes.get("session") or "")
-        ttl = wishes.get("pin_ttl_s", self.settings.session_pin_s if session else 0)
-        if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 0:
-            self._warn("kv_transfer_params.kvstore: pin_ttl_s must be seconds >= 0")
-            ttl = 0
-        return Policy(
-            load=self._may_load and wishes.get("load") is not False,
-            store=self._may_save
-            and self.blocks.pool is not None
-            and wishes.get("store") is not False,
-            pin_ttl_s=min(float(ttl), self.settings.pin_ttl_s_max),
-            session=session,
-            ends_session=wishes.get("session_end") is True,
-            note="not wanted" if wishes.get("load") is False else "",
+        return policy_of(
+            wishes,
+            self.settings,
+            self._warn,
+            may_load=self._may_load,
+            may_store=self._may_save and self.blocks.pool is not None,
         )
 
     def _read_adapter(self, path: str) -> None:

@@ -14,12 +14,18 @@ from kvstore._version import __version__
 
 if TYPE_CHECKING:
     from kvstore.config import StoreConfig
+    from kvstore.hints import Hints
     from kvstore.spec import CacheSpec
     from kvstore.store import Store
 
-__all__ = ["CacheSpec", "Store", "StoreConfig", "__version__"]
+__all__ = ["CacheSpec", "Hints", "Store", "StoreConfig", "__version__"]
 
-_PUBLIC = {"Store": "kvstore.store", "CacheSpec": "kvstore.spec", "StoreConfig": "kvstore.config"}
+_PUBLIC = {
+    "CacheSpec": "kvstore.spec",
+    "Hints": "kvstore.hints",
+    "Store": "kvstore.store",
+    "StoreConfig": "kvstore.config",
+}
 
 
 def __getattr__(name: str) -> Any:

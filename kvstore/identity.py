@@ -49,6 +49,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "Flush": _WRITING,
     "Pin": _WRITING,
     "Unpin": _WRITING,
+    "Hint": _WRITING,
     "Evict": _OPERATING,
     "List": _OPERATING,
     "Inspect": _OPERATING,

@@ -119,6 +119,21 @@ class SessionLike(Protocol):
     def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
         """Take back every pin on the stored chain of this prompt; how many pages it has."""
 
+    def hint(
+        self,
+        tokens: Tokens,
+        extras: Extras | None = None,
+        *,
+        next_use_s: float | None = None,
+        priority: int | None = None,
+        done: bool = False,
+        conversation: str = "",
+    ) -> int:
+        """Tell what is known of the stored chain of this prompt; how many pages it has."""
+
+    def end_conversation(self, name: str) -> int:
+        """It won't go on: the pages that are only its own leave first; how many they are."""
+
     def close(self) -> None:
         """Release all matches, abort all reservations."""
 

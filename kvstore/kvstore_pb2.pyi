@@ -259,6 +259,34 @@ class UnpinReply(_message.Message):
     pages: int
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("session", "tokens", "extras", "after_match", "next_use_s", "priority", "done", "conversation", "ends_conversation")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_USE_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    ENDS_CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    tokens: bytes
+    extras: Extras
+    after_match: int
+    next_use_s: float
+    priority: int
+    done: bool
+    conversation: str
+    ends_conversation: bool
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., after_match: _Optional[int] = ..., next_use_s: _Optional[float] = ..., priority: _Optional[int] = ..., done: bool = ..., conversation: _Optional[str] = ..., ends_conversation: bool = ...) -> None: ...
+
+class HintReply(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
+
 class EvictRequest(_message.Message):
     __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras", "erase_key")
     TENANT_FIELD_NUMBER: _ClassVar[int]

@@ -99,6 +99,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_kvstore__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=kvstore_dot_kvstore__pb2.UnpinReply.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/kvstore.v1.KVStore/Hint',
+                request_serializer=kvstore_dot_kvstore__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.HintReply.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/kvstore.v1.KVStore/Evict',
                 request_serializer=kvstore_dot_kvstore__pb2.EvictRequest.SerializeToString,
@@ -245,6 +250,12 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hint(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -399,6 +410,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=kvstore_dot_kvstore__pb2.UnpinRequest.FromString,
                     response_serializer=kvstore_dot_kvstore__pb2.UnpinReply.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvstore_dot_kvstore__pb2.HintRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.HintReply.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -817,6 +833,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Unpin',
             kvstore_dot_kvstore__pb2.UnpinRequest.SerializeToString,
             kvstore_dot_kvstore__pb2.UnpinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Hint',
+            kvstore_dot_kvstore__pb2.HintRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.HintReply.FromString,
             options,
             channel_credentials,
             insecure,

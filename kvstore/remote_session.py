@@ -14,7 +14,6 @@ import random
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,10 @@ from kvstore.client_channel import CallFailed, Failure, with_tokens
 from kvstore.client_link import UNREACHABLE
 from kvstore.live_session import LiveSession
 from kvstore.prefix_index.page_key import TOKEN_BYTES
+from kvstore.remote_hints import PIN_DEADLINE_S, PromptPart, RemoteHints, extras_message
 from kvstore.remote_match import RemoteMatch
 from kvstore.remote_reservation import RemoteReservation
-from kvstore.request import checked_deadline, checked_extras, checked_tokens, token_view
+from kvstore.request import checked_deadline, checked_extras, token_view
 from kvstore.reservation import LIMIT, PRESENT
 from kvstore.shared_memory import AttachGrant, SharedMemoryError, attach
 from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
@@ -47,7 +47,6 @@ OPEN_REASON_S = 0.5
 ATTACH_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
 ANSWER_MARGIN_S = 0.5  # beyond the deadline that the server keeps
-PIN_DEADLINE_S = 1.0
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.05, 0.25
 REFUSED_BACKOFF_S_MAX = 5.0
 BEAT_S_TROUBLED = 0.1  # while calls are not answered
@@ -61,18 +60,7 @@ _log = logging.getLogger("kvstore.client")
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """What one call says of a prompt; the first page that it does not is `stop`."""
-
-    after: int  # the match that it goes on from, 0 for none
-    tokens: bytes | memoryview
-    extras: dict[int, bytes]  # by page of the whole prompt
-    stop: int
-    is_cut: bool  # there is more of the prompt
-
-
-class RemoteSession:
+class RemoteSession(RemoteHints):
     """Made by RemoteStore.session(). Safe to use from several threads; close it."""
 
     def __init__(
@@ -116,7 +104,7 @@ class RemoteSession:
         They read pages by slot and write staging by offset, and ask the server for nothing. None:
         no server answers, or it shares no memory with this process.
         """
-        live = self._usable()
+        live = self.usable()
         if live is None or not live.is_shared:
             return None
         request = pb.AttachRequest(session=live.id, count=count)
@@ -148,7 +136,7 @@ class RemoteSession:
         ClientConfig.lookup_deadline_s makes it a miss.
         """
         values, more = token_view(tokens), checked_extras(extras)
-        live = self._usable()
+        live = self.usable()
         if live is not None:
             reply = self._longest(live, values, more, self._link.config.lookup_deadline_s)
             if reply is not None:
@@ -166,12 +154,12 @@ class RemoteSession:
         """
         values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
-        live = self._usable()
+        live = self.usable()
         if live is None:
             return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
         self.give_back.hurry()
-        with self._end_of(live, values, more) as part:
-            head = pb.ReserveRequest(session=live.id, extras=_extras(part.extras))
+        with self.end_of(live, values, more) as part:
+            head = pb.ReserveRequest(session=live.id, extras=extras_message(part.extras))
             head.deadline_s, head.after_match = wait_s, part.after
             request = with_tokens(head, part.tokens)
             reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S)
@@ -191,46 +179,12 @@ class RemoteSession:
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
         wait_s = min(checked_deadline(deadline_s), FLUSH_DEADLINE_S_MAX)
-        live = self._usable()
+        live = self.usable()
         if live is None:
             return False
         request = pb.FlushRequest(session=live.id, deadline_s=wait_s)
         reply = self.ask(live, "Flush", request, wait_s + ANSWER_MARGIN_S)
         return reply is not None and reply.done
-
-    def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
-        """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has."""
-        values, more = checked_tokens(tokens), checked_extras(extras)
-        ttl_s = checked_deadline(ttl_s)
-        live = self._usable()
-        if live is None:
-            return 0
-        with self._end_of(live, values, more) as part:
-            request = pb.PinRequest(
-                session=live.id,
-                tokens=bytes(part.tokens),
-                extras=_extras(part.extras),
-                ttl_s=ttl_s,
-                after_match=part.after,
-            )
-            reply = self.ask(live, "Pin", request, PIN_DEADLINE_S)
-        return 0 if reply is None else reply.pages
-
-    def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
-        """Take back every pin on the stored chain of this prompt; how many pages it has."""
-        values, more = checked_tokens(tokens), checked_extras(extras)
-        live = self._usable()
-        if live is None:
-            return 0
-        with self._end_of(live, values, more) as part:
-            request = pb.UnpinRequest(
-                session=live.id,
-                tokens=bytes(part.tokens),
-                extras=_extras(part.extras),
-                after_match=part.after,
-            )
-            reply = self.ask(live, "Unpin", request, PIN_DEADLINE_S)
-        return 0 if reply is None else reply.pages
 
     def close(self) -> None:
         """Release all matches, abort all reservations; later calls are misses."""
@@ -289,7 +243,7 @@ class RemoteSession:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _usable(self) -> LiveSession | None:
+    def usable(self) -> LiveSession | None:
         live = self._live
         if live is None or self.is_forked() or live.over.is_set():
             self._link.count("calls_not_made")
@@ -309,7 +263,7 @@ class RemoteSession:
         while True:
             part = self._part(tokens, extras, found)
             head = pb.MatchRequest(
-                session=live.id, extras=_extras(part.extras), after_match=part.after
+                session=live.id, extras=extras_message(part.extras), after_match=part.after
             )
             left_s = deadline - time.monotonic() if found else wait_s
             if left_s <= 0:
@@ -324,7 +278,7 @@ class RemoteSession:
                 return found
 
     @contextmanager
-    def _end_of(
+    def end_of(
         self, live: LiveSession, tokens: bytes | memoryview, extras: dict[int, bytes]
     ) -> Iterator[PromptPart]:
         """A prompt for one call; what is stored of a longer one is named by a match, leased so
@@ -492,7 +446,3 @@ class RemoteSession:
             self._link.channel.call("Close", pb.CloseRequest(session=live.id), CLOSE_TIMEOUT_S)
         except CallFailed as exc:
             _log.debug("closing a session: %s", exc)
-
-
-def _extras(extras: dict[int, bytes]) -> pb.Extras | None:
-    return pb.Extras(page_index=list(extras), content=list(extras.values())) if extras else None

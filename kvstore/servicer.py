@@ -22,6 +22,7 @@ from kvstore.kvstore_pb2 import (
     CloseReply,
     CommitReply,
     FlushReply,
+    HintReply,
     MatchReply,
     OpenReply,
     PinReply,
@@ -92,6 +93,7 @@ class Servicer:
             "Flush": self.flush,
             "Pin": self.pin,
             "Unpin": self.unpin,
+            "Hint": self.hint,
             "ReadPages": self.read_pages,
             "WritePages": self.write_pages,
         }
@@ -263,6 +265,24 @@ class Servicer:
             request.after_match, _tokens(request.tokens), extras_of(request.extras)
         )
         return UnpinReply(pages=session.session.unpin(tokens, extras))
+
+    def hint(self, request: messages.HintRequest, call: Call) -> HintReply:
+        """What is known of a chain, or that a conversation is over."""
+        session = self._registry.find(request.session, call.identity)
+        if request.ends_conversation:
+            return HintReply(pages=session.session.end_conversation(request.conversation))
+        tokens, extras = session.longer(
+            request.after_match, _tokens(request.tokens), extras_of(request.extras)
+        )
+        pages = session.session.hint(
+            tokens,
+            extras,
+            next_use_s=request.next_use_s if request.HasField("next_use_s") else None,
+            priority=request.priority if request.HasField("priority") else None,
+            done=request.done,
+            conversation=request.conversation,
+        )
+        return HintReply(pages=pages)
 
     def read_pages(self, request: messages.ReadPagesHeader, call: Call) -> Iterator[bytes]:
         """Pages [start, stop) of a match, as raw bytes in pieces; they are leased meanwhile."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ClosedError, InvalidRequest
+from kvstore.errors import ClosedError
+from kvstore.hints import Hints, checked_conversation, end_conversation, hint_stored
 from kvstore.identity import PUBLIC_TENANT
 from kvstore.lease import Match
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
@@ -217,7 +218,7 @@ class Session:
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
             self.require_open()
-            pages = self.state.cut_remote(self._stored(values, more))
+            pages = self.state.cut_remote(self.stored(values, more))
             refuse_pin_over_quota(self.state, self.tenant, pages)
             if len(pages):
                 self.state.index.pin(int(pages[-1]), self.state.clock() + ttl)
@@ -241,24 +242,29 @@ class Session:
         next_use_s: float | None = None,
         priority: int | None = None,
         done: bool = False,
+        conversation: str = "",
     ) -> int:
         """Tell what is known of the stored chain of this prompt; how many pages it has.
 
         next_use_s: it will be asked for in so many seconds, as a queue knows; such pages leave
-        last. priority: -2..2, they leave before or after others. done: it won't come back (its
-        session has ended), and leaves first. A hint never makes another tenant's pages leave, and
-        of pages that others share it is the last word that counts, until they are used again.
+        last. priority: -2..2, they leave before or after others. done: it won't come back, and
+        leaves first. conversation: whose turn it is, for end_conversation(). A hint never makes
+        another tenant's pages leave, and of pages that others share it is the last word that
+        counts, until they are used again.
         """
-        if next_use_s is not None:
-            next_use_s = checked_deadline(next_use_s)
-        if priority is not None and (type(priority) is not int or not -2 <= priority <= 2):
-            raise InvalidRequest(f"priority: {priority!r} given; a whole number in -2..2")
+        hints = Hints(next_use_s, priority, done, conversation)
         values, more = checked_tokens(tokens), checked_extras(extras)
         with self.state.lock:
             self.require_open()
-            pages = self._stored(values, more)
-            self.state.policy.hint(pages, next_use_s=next_use_s, priority=priority, done=done)
-            return len(pages)
+            return hint_stored(self, values, more, hints)
+
+    def end_conversation(self, name: str) -> int:
+        """It won't go on: its pages leave first, unpinned, but those that other prompts go on
+        from; how many they are."""
+        checked_conversation(name, needed=True)
+        with self.state.lock:
+            self.require_open()
+            return end_conversation(self, name)
 
     def close(self) -> None:
         """Release all matches, abort all reservations. Later calls raise ClosedError."""
@@ -274,7 +280,7 @@ class Session:
     def last_page(self, chain: Chain) -> int:
         """The deepest page of a stored chain, NO_PAGE if it has gone. The lock is held."""
         tokens, extras = chain
-        pages = self.state.cut_remote(self._stored(tokens, extras))
+        pages = self.state.cut_remote(self.stored(tokens, extras))
         whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
         return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
 
@@ -297,13 +303,13 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _stored(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
+    def stored(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
         """The longest chain of a prompt that a look-up may find. The lock is held."""
         return self.state.cut_condemned(self.state.index.match(self.root, tokens, extras))
 
     def _found(self, tokens: bytes, extras: dict[int, bytes]) -> NDArray[np.int32]:
         """The longest chain that this session may read: its own, unless a public one is longer."""
-        mine = self._stored(tokens, extras)
+        mine = self.stored(tokens, extras)
         if self.public_root is None:
             return mine
         state = self.state

@@ -116,6 +116,8 @@ def replay(
     queue = Queue(trace, policy, lookahead) if isinstance(policy, HintedPolicy) else None
     began = time.perf_counter()
     for request in range(trace.requests):
+        if queue is not None:
+            queue.look_ahead(request, run.now(request))
         tally.add(request, run.step(request))
         if queue is not None:
             queue.step(request, run.now(request))
@@ -190,18 +192,22 @@ class Queue:
         self._requests = requests
         self._following = next_uses(trace)
 
-    def step(self, request: int, now: float) -> None:
-        """The request has been served: hint what is asked again, and what the queue's end asks."""
+    def look_ahead(self, request: int, now: float) -> None:
+        """The request is about to be served: hint what those that are new in the queue ask for."""
+        trace = self._trace
         if not self._requests:
             return
-        trace = self._trace
-        first, last = trace.starts[request], trace.starts[request + 1]
-        self._hint(trace.blocks[first:last], self._following[first:last], request, now)
-        newest = request + self._requests
-        if newest < trace.requests:
-            path = trace.blocks[trace.starts[newest] : trace.starts[newest + 1]]
+        newest = min(request + self._requests, trace.requests - 1)
+        for each in range(newest if request else 1, newest + 1):
+            path = trace.blocks[trace.starts[each] : trace.starts[each + 1]]
             path = path[~np.isfinite(self._policy.expected(path))]
-            self._hint(path, np.full(len(path), newest), request, now)
+            self._hint(path, np.full(len(path), each), request, now)
+
+    def step(self, request: int, now: float) -> None:
+        """The request has been served: hint when what it used is asked for again."""
+        if self._requests:
+            first, last = self._trace.starts[request], self._trace.starts[request + 1]
+            self._hint(self._trace.blocks[first:last], self._following[first:last], request, now)
 
     def _hint(self, path: Ids, uses: npt.NDArray[np.int64], request: int, now: float) -> None:
         known = uses <= min(request + self._requests, self._trace.requests - 1)

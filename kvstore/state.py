@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.conversations import Conversations
 from kvstore.errors import ClosedError
 from kvstore.ghost_list import GhostList, Left
 from kvstore.meters import Meters
@@ -140,6 +141,7 @@ class StoreState:
     counters: Counters = field(default_factory=Counters)
     ghosts: GhostList = field(default_factory=GhostList)
     meters: Meters = field(default_factory=Meters)
+    conversations: Conversations = field(default_factory=Conversations)
     next_sequence: int = 1
     # Told the keys of pages that leave the disk, before their slots can be used again.
     on_left_disk: Callable[[list[bytes]], None] | None = None

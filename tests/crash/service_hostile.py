@@ -226,6 +226,7 @@ class Attack:
             "Flush": pb.FlushRequest(session=name, deadline_s=1),
             "Pin": pb.PinRequest(session=name, tokens=self.prompts["b"].tobytes(), ttl_s=9),
             "Unpin": pb.UnpinRequest(session=name, tokens=self.prompts["b"].tobytes()),
+            "Hint": pb.HintRequest(session=name, tokens=self.prompts["b"].tobytes(), done=True),
             "Close": pb.CloseRequest(session=name),
         }
         for method, request in requests.items():

@@ -15,6 +15,7 @@ from kvstore.engine_adapter.transfer_plan import (
     SaveDone,
     WorkerReport,
 )
+from kvstore.hints import Hints
 
 BLOCK, PAGE = 4, 8
 
@@ -58,6 +59,12 @@ class Store:
 
     def pin(self, chain: Chain, ttl_s: float) -> None:
         self.calls.append(("pin", len(chain.tokens) // (4 * PAGE), ttl_s))
+
+    def hint(self, chain: Chain, hints: Hints) -> None:
+        self.calls.append(("hint", len(chain.tokens) // (4 * PAGE), hints))
+
+    def end_conversation(self, name: str) -> None:
+        self.calls.append(("end", name))
 
 
 @dataclass
@@ -404,6 +411,32 @@ def test_a_pin_follows_what_was_published() -> None:
     made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
     made.event(Committed(1, 1), 0.0)
     assert store.calls[-1] == ("pin", 1, 60.0)
+
+
+def test_hints_follow_what_was_published_and_what_was_found() -> None:
+    hints = Hints(priority=1, conversation="chat")
+    made, store, _ = planner()
+    made.arrive(Request("a", 8), Policy(load=False, hints=hints))
+    made.step("a", [1, 2], 0, 8, 0.0)
+    saved(made, 1, 0, 1)
+    assert store.calls[-1] == ("hint", 1, hints)
+    made.arrive(Request("b", 20), Policy(hints=hints))
+    made.event(Found(1, 2, 2), 0.0)
+    made.match("b", 0, 0.0)
+    made.allocated("b", [1, 2, 3, 4, 5], 0)
+    made.finished("b", None, 20, well=False, now=0.0)
+    assert ("hint", 2, hints) in store.calls
+
+
+def test_a_session_end_unpins_and_ends_the_conversation() -> None:
+    made, store, _ = planner()
+    policy = Policy(session="chat", ends_session=True, hints=Hints(done=True))
+    made.arrive(Request("a", 20), policy)
+    made.match("a", 0, 0.0)
+    made.event(Found(1, 2, 2), 0.0)
+    made.allocated("a", [1, 2, 3, 4, 5], 0)
+    made.finished("a", None, 20, well=False, now=0.0)
+    assert store.calls[-3:] == [("pin", 2, 0.0), ("end", "chat"), ("hint", 2, Hints(done=True))]
 
 
 def saved(made: Planner, job: int, start: int, pages: int) -> None:

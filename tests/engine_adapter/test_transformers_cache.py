@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="the adapter under tes
 
 from tensor_bits import as_integers  # noqa: E402 - after the importorskip
 
-from kvstore import Store  # noqa: E402 - after the importorskip
+from kvstore import Hints, Store  # noqa: E402 - after the importorskip
 from kvstore.engine_adapter.transformers_adapter import (  # noqa: E402
     TransformersAdapter,
     takes_prefix,
@@ -649,3 +649,22 @@ def test_pages_come_back_from_disk_after_a_restart(tmp_path: Path, model: Any) -
         assert cache.tiers == {"disk": 4}
         found = model.generate(ids, **cache.arguments(), max_new_tokens=20, do_sample=False)
         assert torch.equal(found, wanted)
+
+
+def test_hints_go_with_generate_and_reach_the_policy(model: Any) -> None:
+    with Store.open(None, host_bytes="256KiB") as store:
+        adapter = TransformersAdapter(store, model, page_tokens=PAGE)
+        kept, other = prompt(3 * PAGE, 1), prompt(3 * PAGE, 2)
+        adapter.generate(kept, max_new_tokens=2, hints=Hints(priority=1, conversation="chat"))
+        adapter.generate(other, max_new_tokens=2)
+        assert adapter.hint(other, hints=Hints(priority=-1)) == 3
+        for seed in range(10, 40):
+            adapter.generate(prompt(3 * PAGE, seed), max_new_tokens=1)
+        assert stored_pages(adapter, kept) == 3
+        assert stored_pages(adapter, other) == 0
+        assert adapter.end_conversation("chat") == 3
+        for seed in range(50, 55):
+            adapter.generate(prompt(3 * PAGE, seed), max_new_tokens=1)
+        assert stored_pages(adapter, kept) < 3
+        store.close()
+        assert adapter.hint(kept, hints=Hints(done=True)) == 0

@@ -42,7 +42,7 @@ MAY_CALL = {
     **dict.fromkeys(("Open", "Heartbeat", "Close", "Match", "Stage", "Release"), READ),
     **dict.fromkeys(("Attach", "ReadPages", "Watch"), READ),
     **dict.fromkeys(("Reserve", "Commit", "Abort", "WritePages"), WRITE),
-    **dict.fromkeys(("Flush", "Pin", "Unpin"), WRITE),
+    **dict.fromkeys(("Flush", "Pin", "Unpin", "Hint"), WRITE),
     **dict.fromkeys(("Evict", "List", "Inspect", "Explain"), ADMIN),
     **dict.fromkeys(("Tree", "PinChain", "Verify", "Export", "Import"), ADMIN),
     "Stats": ADMIN | {Role.METRICS},

@@ -258,3 +258,12 @@ def test_the_default_policy_passes_its_bars_on_published_traces(name, parts, bar
         found = replay(trace, make_policy("csl", size), size).block_ratio
         assert found >= bar, f"{part} %: {found:.4f}"
         assert found >= replay(trace, LruPolicy(), size).block_ratio - 0.003
+
+
+def test_hints_of_a_queue_beat_statistics_and_a_longer_queue_beats_a_shorter_one():
+    trace = small_trace(4, 400)
+    plain, near, far = (
+        replay(trace, HintedPolicy(LruPolicy()), 80, lookahead=queue).hit_blocks
+        for queue in (0, 8, 64)
+    )
+    assert plain < near < far <= replay_belady(trace, 80).hit_blocks

@@ -182,6 +182,12 @@ class FakeStore:
     def pin(self, chain: Chain, ttl_s: float) -> None:
         pass
 
+    def hint(self, chain: Chain, hints: object) -> None:
+        pass
+
+    def end_conversation(self, name: str) -> None:
+        pass
+
 
 class FakePool:
     """The engine's blocks: reference counts, contents, and which prefix a full one holds."""

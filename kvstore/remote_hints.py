@@ -1,0 +1,133 @@
+"""The half of RemoteSession that tells a server what to keep: pins, hints, ends of conversations.
+
+A prompt longer than one message is named by a match of what is stored of it; see PromptPart. Like
+all calls of an engine, one that nobody answers is a 0, and no exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvstore import kvstore_pb2 as pb
+from kvstore.hints import Hints, checked_conversation
+from kvstore.request import checked_deadline, checked_extras, checked_tokens
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from google.protobuf.message import Message
+
+    from kvstore.live_session import LiveSession
+    from kvstore.request import Extras, Tokens
+
+PIN_DEADLINE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one call says of a prompt; the first page that it does not is `stop`."""
+
+    after: int  # the match that it goes on from, 0 for none
+    tokens: bytes | memoryview
+    extras: dict[int, bytes]  # by page of the whole prompt
+    stop: int
+    is_cut: bool  # there is more of the prompt
+
+
+class RemoteHints:
+    """RemoteSession inherits it, and has what it uses."""
+
+    def usable(self) -> LiveSession | None:
+        """See RemoteSession."""
+        raise NotImplementedError
+
+    def end_of(
+        self, live: LiveSession, tokens: bytes | memoryview, extras: dict[int, bytes]
+    ) -> AbstractContextManager[PromptPart]:
+        """See RemoteSession."""
+        raise NotImplementedError
+
+    def ask(self, live: LiveSession, name: str, request: Message | bytes, timeout_s: float) -> Any:
+        """See RemoteSession."""
+        raise NotImplementedError
+
+    def pin(self, tokens: Tokens, ttl_s: float, extras: Extras | None = None) -> int:
+        """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has."""
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        ttl_s = checked_deadline(ttl_s)
+        live = self.usable()
+        if live is None:
+            return 0
+        with self.end_of(live, values, more) as part:
+            request = pb.PinRequest(
+                session=live.id,
+                tokens=bytes(part.tokens),
+                extras=extras_message(part.extras),
+                ttl_s=ttl_s,
+                after_match=part.after,
+            )
+            reply = self.ask(live, "Pin", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+    def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
+        """Take back every pin on the stored chain of this prompt; how many pages it has."""
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        live = self.usable()
+        if live is None:
+            return 0
+        with self.end_of(live, values, more) as part:
+            request = pb.UnpinRequest(
+                session=live.id,
+                tokens=bytes(part.tokens),
+                extras=extras_message(part.extras),
+                after_match=part.after,
+            )
+            reply = self.ask(live, "Unpin", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+    def hint(
+        self,
+        tokens: Tokens,
+        extras: Extras | None = None,
+        *,
+        next_use_s: float | None = None,
+        priority: int | None = None,
+        done: bool = False,
+        conversation: str = "",
+    ) -> int:
+        """Tell what is known of the stored chain of this prompt; how many pages it has. See
+        Session.hint."""
+        Hints(next_use_s, priority, done, conversation)
+        values, more = checked_tokens(tokens), checked_extras(extras)
+        live = self.usable()
+        if live is None:
+            return 0
+        with self.end_of(live, values, more) as part:
+            request = pb.HintRequest(
+                session=live.id,
+                tokens=bytes(part.tokens),
+                extras=extras_message(part.extras),
+                after_match=part.after,
+                next_use_s=next_use_s,
+                priority=priority,
+                done=done,
+                conversation=conversation,
+            )
+            reply = self.ask(live, "Hint", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+    def end_conversation(self, name: str) -> int:
+        """It won't go on: the pages that are only its own leave first; how many they are."""
+        checked_conversation(name, needed=True)
+        live = self.usable()
+        if live is None:
+            return 0
+        request = pb.HintRequest(session=live.id, conversation=name, ends_conversation=True)
+        reply = self.ask(live, "Hint", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+
+def extras_message(extras: dict[int, bytes]) -> pb.Extras | None:
+    """Extras of a call; None where there are none."""
+    return pb.Extras(page_index=list(extras), content=list(extras.values())) if extras else None
