@@ -90,6 +90,12 @@ def show_stats(found: Stats, *, as_json: bool) -> None:
         f"{format_bytes(found.index_bytes)}. The arena and the counters begin with the process "
         "that opens the store: --json shows them."
     )
+    if found.counters.get("disk_bytes_written"):
+        out.print(
+            f"{format_bytes(found.counters['disk_bytes_written'])} written to disk since the "
+            f"start, {format_bytes(round(found.disk_bytes_per_hit))} for each page that hit; "
+            f"{found.counters['pages_not_admitted']} pages were not admitted to it."
+        )
     if found.service:
         out.print(
             f"A server holds it: {found.service.get('sessions', 0)} sessions with "

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Size = Annotated[str | None, typer.Option(help="Like 8GiB.", show_default=False)]
 Duration = Annotated[str | None, typer.Option(help="Like 60s.", show_default=False)]
 Count = Annotated[int | None, typer.Option(show_default=False)]
+Admission = Annotated[
+    str | None, typer.Option(help="always, second-touch, ghost or frequency.", show_default=False)
+]
 RecordFile = Annotated[Path | None, typer.Option(help="Record look-ups there, anonymised.")]
 RedisUrl = Annotated[
     str | None, typer.Option(help="A Redis to share pages through: redis://host:6379.")
@@ -80,6 +83,7 @@ def serve(
     policy: Annotated[str | None, typer.Option(help="csl, lru, arc or gdsf.")] = None,
     objective: Annotated[str | None, typer.Option(help="hits, ttft or compute.")] = None,
     write_policy: Annotated[str | None, typer.Option(help="through, back, selective.")] = None,
+    admission: Admission = None,
     record_file: RecordFile = None,
     redis_url: RedisUrl = None,
     redis_bytes: Size = None,

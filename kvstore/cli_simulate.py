@@ -13,11 +13,13 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from kvstore.belady import replay_belady
+from kvstore.cli_writes import WRITE_POLICIES, check_names, show_writes, simulate_writes
 from kvstore.errors import InvalidRequest
 from kvstore.plot import line_chart
 from kvstore.quantity import parse_duration
 from kvstore.simulation import EVEN_TOKENS, replay
 from kvstore.simulation_index import replay_index
+from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.tiers.policies import OBJECTIVES, POLICIES, make_policy
 from kvstore.trace import read_trace
@@ -63,6 +65,16 @@ def simulate(
     real_index: Annotated[
         bool, typer.Option("--real-index", help="Through the store's own index; slower.")
     ] = False,
+    disk: Annotated[
+        str | None,
+        typer.Option(help="A disk beside memory, in blocks or %: what is written to it."),
+    ] = None,
+    write_policy: Annotated[
+        list[str] | None, typer.Option(help=f"With --disk: {', '.join(WRITE_POLICIES)}.")
+    ] = None,
+    admission: Annotated[
+        list[str] | None, typer.Option(help=f"With --disk: {', '.join(ADMISSIONS)}.")
+    ] = None,
     plot: PlotFile = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
@@ -79,6 +91,11 @@ def simulate(
         raise InvalidRequest(f"--objective: {objective!r} given; one of {', '.join(OBJECTIVES)}")
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InvalidRequest(f"--plot: {plot} given; a name in .svg or .png is needed")
+    if disk is not None:
+        ways, filters = write_policy or ["through"], admission or [*ADMISSIONS]
+        check_names(policy or ["lru"], ways, filters)
+        _simulate_disk(trace, policy or ["lru"], capacity, disk, ways, filters, as_json=json)
+        return
     warmup_s = 0.0 if warmup in ("0", "0s") else parse_duration(warmup)
     results: list[Hits] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -96,6 +113,28 @@ def simulate(
     if plot is not None:
         _write_plot(plot, found, results)
     _show(found, results, warmup, as_json=json)
+
+
+def _simulate_disk(
+    trace: Path,
+    policies: list[str],
+    capacity: str,
+    disk: str,
+    write_policies: list[str],
+    admissions: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=None)
+        found = read_trace(trace, lambda lines: progress.update(task, completed=lines))
+        sizes, disks = parse_sizes(capacity, found.unique), parse_sizes(disk, found.unique)
+
+        def tell(about: str, at: int, of: int) -> None:
+            progress.update(task, description=about, completed=at, total=of)
+
+        results = simulate_writes(found, policies, sizes, disks, write_policies, admissions, tell)
+    show_writes(found, results, as_json=as_json)
 
 
 def _tell(progress: Progress, task: TaskID, before: int, at: int) -> None:

@@ -154,8 +154,11 @@ class StoreConfig(BaseModel):
     # What csl and gdsf are to save: hits, time to first token, or prefill work.
     objective: Literal["hits", "ttft", "compute"] = "hits"
     # When pages go to disk: at commit (through), or on leaving memory, all of them (back) or only
-    # those that were used again (selective). What is in memory only is lost when the process is.
+    # those that admission admits, which then means those used again unless it says otherwise
+    # (selective). What is in memory only is lost when the process is.
     write_policy: Literal["through", "back", "selective"] = "through"
+    # Of these, which are written at all, unless committed durable; see tiers/admission.py.
+    admission: Literal["always", "second-touch", "ghost", "frequency"] = "always"
     # A new file to record look-ups in, anonymised, for `kvstore simulate`; None: no recording.
     record_file: OptionalPath = None
     # How long `stage` waits for the disk unless the call says otherwise.

@@ -395,6 +395,7 @@ class DiskWriter:
             pages = np.array(done, dtype=np.int32)
             slots = np.array([written[page] for page in done], dtype=np.int64)
             state.enter_disk(pages, slots)
+            state.counters.disk_bytes_written += self._disk.slots_bytes(slots)
             state.meters.move("host", "disk", int(table.payload_bytes[pages].sum()))
         state.counters.disk_pages_written += len(done)
         state.counters.disk_write_failures += len(group) - len(done)

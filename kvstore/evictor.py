@@ -307,12 +307,18 @@ class Evictor:
         wanted = count if exactly else max(count, min(self.batch(count), PIECE_PAGES))
         victims = self._coldest(tier, roots, wanted)
         if tier == HOST and state.unwritten:
-            waiting = self._worth_writing(victims[np.isin(victims, list(state.unwritten))])
+            waiting = victims[np.isin(victims, list(state.unwritten))]
+            waiting = state.admission.worth_writing(waiting)
             if len(waiting) and self._demote(waiting[::-1]):  # parents first
                 state.counters.demotions += len(waiting)
                 self._plans.pop((tier, tuple(roots)), None)
                 victims = self._until_unwritten(self._coldest(tier, roots, wanted))
+            if state.admission.keeps_back:
+                lost = np.isin(victims, list(state.unwritten))
+                state.counters.pages_not_admitted += int(np.count_nonzero(lost))
         state.policy.left(victims, tier)
+        if tier == DISK:
+            state.admission.evicted(victims)
         self._leave(tier, victims)
         return len(victims)
 
@@ -320,18 +326,12 @@ class Evictor:
         """How many pages to evict in all where `count` are asked for."""
         return max(count, min(len(self._state.index) // BATCH_PART, BATCH_PAGES_MAX))
 
-    def _worth_writing(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Of pages that only the arena has, those that the disk is to keep."""
-        if self._state.config.write_policy != "selective":
-            return pages
-        return pages[self._state.index.table.hits[pages] > 0]
-
     def _until_unwritten(self, victims: NDArray[np.int32]) -> NDArray[np.int32]:
         """Victims before the first that has to be written: the disk is at it, and they wait."""
         state = self._state
         if state.config.write_policy == "through" or not len(victims):
             return victims
-        kept = self._worth_writing(victims[np.isin(victims, list(state.unwritten))])
+        kept = state.admission.worth_writing(victims[np.isin(victims, list(state.unwritten))])
         return victims[: int(np.isin(victims, kept).argmax())] if len(kept) else victims
 
     def _coldest(self, tier: int, roots: list[bytes], wanted: int) -> NDArray[np.int32]:

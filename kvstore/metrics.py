@@ -97,6 +97,9 @@ METRICS: tuple[Described, ...] = (
             "reservations_refused": "Reservations that found no room.",
             "pins_broken": "Pins that ended because another tenant took back its share.",
             "breaker_opened tier": "How often a breaker opened.",
+            "hit_pages": "Pages that look-ups found, in any tier.",
+            "disk_written_bytes": "Bytes of slots written to disk; a hit costs that / hit_pages.",
+            "not_admitted_pages": "Pages that left memory, and the disk was not to have them.",
         },
     ),
     *_table(
@@ -261,6 +264,9 @@ def _of_stats(values: _Values, stats: Stats) -> None:
     values.put("breaker_opened", counters["redis_breaker_opened"], "redis")
     for name in ("stage_timeouts", "reservations_refused", "pins_broken"):
         values.put(name, counters[name])
+    values.put("hit_pages", counters["hit_pages"])
+    values.put("disk_written_bytes", counters["disk_bytes_written"])
+    values.put("not_admitted_pages", counters["pages_not_admitted"])
     values.put("build_info", 1, __version__)
     for name in ("warm", "pages", "trees", "index_bytes", "leases", "pinned_pages"):
         values.put(name, getattr(stats, name))

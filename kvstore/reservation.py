@@ -250,9 +250,12 @@ class Reservation:
         state.meters.move("writer", "host", count * self._session.spec.page_bytes)
         state.ghosts.back(run.keys)
         writer = self._session.disk_writer
-        through = state.config.write_policy == "through"
-        if writer is not None and not (through and writer.enqueue(pages.tolist())):
-            state.unwritten.update(pages.tolist())
+        if writer is not None:
+            wanted = state.admission.stored(pages)
+            queued = len(wanted) and writer.enqueue(wanted.tolist())
+            state.unwritten.update(
+                np.setdiff1d(pages, wanted).tolist() if queued else pages.tolist()
+            )
         for behind in self._after:
             behind._follow(int(pages[-1]))
         if self._session.share is not None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore.errors import ClosedError
 from kvstore.hints import Hints, checked_conversation, end_conversation, hint_stored
 from kvstore.identity import PUBLIC_TENANT
@@ -17,13 +19,12 @@ from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.prefix_index.page_table import rows_of
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 from kvstore.reservation import LIMIT, PRESENT, Reservation, Run
-from kvstore.state import BREATH_S, NO_PAGE, PIECE_PAGES
+from kvstore.state import BREATH_S, DISK, HOST, NO_PAGE, PIECE_PAGES
 from kvstore.tenant_usage import refuse_pin_over_quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState, TreeInfo
 
 KEY_BYTES = 16
+FASTER_BITS = 1 << HOST | 1 << DISK
 BEHIND = "disk behind"
 MORE = "more"  # pages have left the arena, and more must: only within this module
 ROUNDS_A_PIECE = 4  # others may take what has come free; then a reservation makes room at one go
@@ -130,18 +132,26 @@ class Session:
             if len(pages):
                 state.index.lease(int(pages[-1]))
                 state.index.touch(pages[known:], state.clock())
+                self._note_hit(pages[known:])
                 counters.lookup_hits += not known
                 self.traffic.hits += not known
-                self.traffic.hit(
-                    state.index.table.state[rows_of(pages)][known:], self.tree.page_tokens
-                )
-                counters.hit_tokens += max(0, len(pages) - known) * self.spec.page_tokens
             if counted is None:
                 state.meters.lookup.observe(perf_counter() - started_s)
             found = Match(self, pages)
             if len(pages):  # a miss holds nothing, and its release would say nothing
                 self._held.add(found)
         return found
+
+    def _note_hit(self, pages: NDArray[np.int32]) -> None:
+        """Count pages that were found; some of them are worth a place on disk now."""
+        counters, held = self.state.counters, self.state.index.table.state[rows_of(pages)]
+        self.traffic.hit(held, self.tree.page_tokens)
+        counters.hit_tokens += len(pages) * self.spec.page_tokens
+        counters.hit_pages += len(pages)
+        counters.hit_pages_disk += int(np.count_nonzero(held & FASTER_BITS == 1 << DISK))
+        wanted = self.state.admission.touched(pages)
+        if len(wanted) and self.disk_writer is not None:
+            self.disk_writer.demote(wanted)
 
     def reserve(
         self,

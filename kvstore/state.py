@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.config import StoreConfig
+    from kvstore.disk_admission import DiskAdmission
     from kvstore.page_policy import PagePolicy
     from kvstore.prefix_index.index import PrefixIndex
     from kvstore.recorder import Recorder
@@ -78,12 +79,16 @@ class Counters:
     lookup_hits: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
+    hit_pages: int = 0
+    hit_pages_disk: int = 0  # of them, those that no faster tier had
     pages_committed: int = 0
     pages_staged: int = 0
     stage_joined: int = 0  # pages that another request was already staging
     stage_timeouts: int = 0
     disk_reads: int = 0
     disk_pages_written: int = 0
+    disk_bytes_written: int = 0  # of their slots
+    pages_not_admitted: int = 0  # left memory, and the disk was not to have them
     disk_write_failures: int = 0
     demotions: int = 0
     corrupt_pages: int = 0
@@ -121,6 +126,7 @@ class StoreState:
     host: HostTier | None
     disk: DiskTier | None
     policy: PagePolicy
+    admission: DiskAdmission
     secret: bytes
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
@@ -306,6 +312,7 @@ class StoreState:
         mine = tiers != 0
         keys = self.index.table.key[pages[mine]]
         self.ghosts.note(keys, tiers[mine], why, self.wall_clock())
+        self.admission.gone(keys)
         self.leave_host(pages)
         self.leave_disk(pages, wipe=wipe)
         remote = self.leave_redis(pages)

@@ -17,8 +17,11 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvstore import inspection, removal
 from kvstore.config import StoreConfig
+from kvstore.disk_admission import DiskAdmission
 from kvstore.disk_writer import DiskWriter
 from kvstore.errors import CapacityError, DirectoryError, InvalidRequest
 from kvstore.event_log import EventLog
@@ -90,8 +93,9 @@ class Store(OperatorTools):
                 config.policy, _pages_expected(config), time.monotonic, config.objective
             )
             index.policy = policy
+            admission = DiskAdmission(config, index.table, _pages_expected(config))
             self.state = StoreState(
-                config, index, host, disk, policy, secret or secrets.token_bytes(32)
+                config, index, host, disk, policy, admission, secret or secrets.token_bytes(32)
             )
             if disk is not None:
                 remember_opening(config, self.state.secret, at_rest)
@@ -362,12 +366,11 @@ class Store(OperatorTools):
     def _write_what_stayed(self) -> None:
         """Queue what the write policy kept in memory so far, as if it were evicted now."""
         state = self.state
-        if self._writer is None or state.config.write_policy == "through":
+        if self._writer is None or not state.admission.keeps_back:
             return
         with state.lock:
-            hits = state.index.table.hits
-            every = state.config.write_policy == "back"
-            self._writer.enqueue(page for page in list(state.unwritten) if every or hits[page])
+            waiting = np.array(sorted(state.unwritten), np.int32)
+            self._writer.enqueue(state.admission.worth_writing(waiting).tolist())
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
         """Flush and close; False when the disk did not take all within `deadline_s` seconds."""

@@ -43,6 +43,7 @@ class Stats:
     dirty_bytes: int
     tiers: tuple[TierStats, ...]
     counters: dict[str, int]
+    disk_bytes_per_hit: float = 0.0  # written to disk, over pages that hit in any tier
     encryption: str = "off"  # of pages on disk: "off", or "on" and what is not
     service: dict[str, Any] = field(default_factory=dict)  # who is connected, where a server has it
     tenants: list[dict[str, Any]] = field(default_factory=list)  # what each has, from a server
@@ -66,6 +67,7 @@ def stats_of(state: StoreState, dirty_bytes: int) -> Stats:
         dirty_bytes=dirty_bytes,
         tiers=tuple(_tier_stats(state)),
         counters=state.counters.to_dict() | state.ghosts.counts(),
+        disk_bytes_per_hit=state.counters.disk_bytes_written / max(1, state.counters.hit_pages),
         encryption=_encryption(state),
     )
 

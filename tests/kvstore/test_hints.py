@@ -1,4 +1,4 @@
-"""What callers know, from the client over the wire down to what leaves first. Each hint, each way."""
+"""What callers know, over the wire down to what leaves first: each hint, each way."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from kvstore.simulation import replay
 from kvstore.spec import CacheSpec
 from kvstore.store import Store
 from kvstore.tenants import Quota
+from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction import LruPolicy
 from kvstore.tiers.policies import POLICIES
 from kvstore.trace import read_trace
@@ -121,6 +122,61 @@ def test_write_policies_keep_what_they_say_and_write_no_more(tmp_path, write_pol
         assert written <= used
     else:
         assert unused == 40 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("write_policy", ["through", "back", "selective"])
+def test_admission_keeps_pages_off_the_disk_but_no_durable_one(tmp_path, write_policy, admission):
+    settings = {"write_policy": write_policy, "admission": admission, "disk_bytes": "64MiB"}
+    with Store.open(tmp_path / "s", host_bytes="512KiB", **settings) as store:
+        session = store.session(SPEC)
+        for number in range(60):
+            put(session, prompt(number))
+            if number % 3 == 0:
+                hits(session, prompt(number))
+        with session.reserve(prompt(99), deadline_s=5.0) as run:
+            assert run.commit(durable=True, deadline_s=20.0).durable
+        assert session.flush(20.0)
+        counters = store.stats().counters
+        store.check()
+    with Store.open(tmp_path / "s", host_bytes="512KiB") as store:
+        session = store.session(SPEC)
+        kept = [hits(session, prompt(number)) for number in range(60)]
+        assert hits(session, prompt(99)) == 4, "durable, whatever the filter says"
+    assert sum(kept[0::3]) == 20 * 4, "used again"
+    unused = sum(kept) - sum(kept[0::3])
+    filters = admission in ("second-touch", "ghost") or write_policy == "selective"
+    if admission == "frequency" or not filters:
+        assert unused == 40 * 4, "with room on the disk"
+    else:
+        assert unused == 0
+        assert counters["disk_pages_written"] <= 20 * 4 + 4
+        assert counters["pages_not_admitted"] > 0
+
+
+@pytest.mark.slow
+def test_through_a_second_use_writes_at_once_and_a_ghost_writes_at_its_return(tmp_path):
+    settings = {"admission": "ghost", "disk_bytes": "64MiB"}
+    with Store.open(tmp_path / "s", host_bytes="512KiB", **settings) as store:
+        session = store.session(SPEC)
+        put(session, prompt(0))
+        assert session.flush(20.0)
+        assert store.stats().counters["disk_pages_written"] == 0
+        assert hits(session, prompt(0)) == 4
+        assert session.flush(20.0)
+        assert store.stats().counters["disk_pages_written"] == 4
+        put(session, prompt(1))
+        for number in range(2, 60):
+            put(session, prompt(number))
+        assert hits(session, prompt(1)) == 0
+        put(session, prompt(1))
+        assert session.flush(20.0)
+        found = store.stats()
+        assert found.counters["disk_pages_written"] == 8
+        assert found.counters["hit_pages"] == 4
+        assert found.disk_bytes_per_hit == found.counters["disk_bytes_written"] / 4 >= 2 * 4096
+        store.check()
 
 
 def test_what_is_recorded_replays_and_tells_nothing(tmp_path):
