@@ -91,6 +91,8 @@ def simulate(
         raise InvalidRequest(f"--objective: {objective!r} given; one of {', '.join(OBJECTIVES)}")
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InvalidRequest(f"--plot: {plot} given; a name in .svg or .png is needed")
+    if disk is not None and plot is not None:
+        raise InvalidRequest("--plot: draws hits over capacity, not what --disk shows")
     if disk is not None:
         ways, filters = write_policy or ["through"], admission or [*ADMISSIONS]
         check_names(policy or ["lru"], ways, filters)
@@ -237,7 +239,9 @@ def _write_plot(file: Path, trace: Trace, results: list[Hits]) -> None:
         try:
             from matplotlib.figure import Figure
         except ImportError as exc:
-            raise InvalidRequest("--plot: .png needs matplotlib; .svg needs nothing") from exc
+            raise InvalidRequest(
+                "--plot: .png needs matplotlib (pip install 'kvstore-llm[plot]'); .svg nothing"
+            ) from exc
         figure = Figure(figsize=(7.2, 4.4))
         axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label, xscale="log")
         for name, points in lines.items():

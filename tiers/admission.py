@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ADMISSIONS = ("always", "second-touch", "ghost", "frequency")
 ROWS = 4
 COUNT_MAX = 15
+ROWS_A_PAGE = 4  # of the table of ghosts, where a newer page takes an older one's row
 SAMPLE_PAGES = 10  # times its pages, so much is counted before all counts are halved
 WIDTH_MIN_BITS, WIDTH_MAX_BITS = 10, 22
 VICTIM_SHARE = 0.01  # of the average that one victim makes
@@ -93,7 +94,7 @@ class GhostAdmission(SecondTouch):
 
     def __init__(self, pages: int) -> None:
         """Remembers about so many pages that have gone."""
-        self._ghosts = GhostTable(pages)
+        self._ghosts = GhostTable(ROWS_A_PAGE * pages)
 
     def admits(self, keys: Keys, uses: npt.NDArray[np.int64]) -> Bools:
         known: Bools = self._ghosts.find(keys)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -200,10 +201,37 @@ def test_the_command_prints_json_and_draws_a_plot(tmp_path):
     results = json.loads(done.stdout)["results"]
     assert [each["policy"] for each in results] == ["lru", "lru", "belady", "belady"]
     assert results[0]["hit_blocks"] == GOLDEN["lru"]
-    assert "<svg" in plot.read_text()
+    drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"lru", "belady", "block hit ratio", "150"} <= set(texts)
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 2 * 2 + 2
     table = CliRunner().invoke(app, asked)
     assert "belady" in table.stdout
     assert "warm-up" in table.stdout
+
+
+def test_a_png_plot_is_a_picture_and_other_endings_are_refused(tmp_path):
+    pytest.importorskip("matplotlib", reason="NO MATPLOTLIB: pip install 'kvstore-llm[plot]'")
+    file = write_lines(tmp_path / "t.jsonl", records(1, 60))
+    asked = ["simulate", str(file), "--capacity", "10,50%", "--plot"]
+    done = CliRunner().invoke(app, [*asked, str(tmp_path / "plot.png")])
+    assert done.exit_code == 0, done.output
+    content = (tmp_path / "plot.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (720, 440)
+    for wrong in (["plot.pdf"], [str(tmp_path / "no" / "folder.svg")], ["a.svg", "--disk", "9"]):
+        refused = CliRunner().invoke(app, [*asked, *wrong])
+        assert isinstance(refused.exception, InvalidRequest), refused.output
+
+
+def test_progress_is_told_while_a_trace_is_read_and_replayed(tmp_path):
+    file = write_lines(tmp_path / "t.jsonl", records(1, 1200))
+    lines, requests = [], []
+    trace = read_trace(file, lines.append)
+    replay(trace, LruPolicy(), 50, progress=requests.append)
+    assert lines == [1000]
+    assert requests == [0, 500, 1000]
 
 
 def test_a_chart_escapes_names_and_keeps_points_inside():

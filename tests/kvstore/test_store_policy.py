@@ -173,7 +173,8 @@ def test_through_a_second_use_writes_at_once_and_a_ghost_writes_at_its_return(tm
         put(session, prompt(1))
         assert session.flush(20.0)
         found = store.stats()
-        assert found.counters["disk_pages_written"] == 8
+        # What is remembered is a hash table without chains: now and then a page is forgotten.
+        assert 4 < found.counters["disk_pages_written"] <= 8
         assert found.counters["hit_pages"] == 4
         assert found.disk_bytes_per_hit == found.counters["disk_bytes_written"] / 4 >= 2 * 4096
         store.check()
@@ -193,7 +194,6 @@ def test_what_is_recorded_replays_and_tells_nothing(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
     first, second = (json.loads(line)["hash_ids"] for line in file.read_text().splitlines()[:2])
     assert not set(first) & set(second)
-    keys = [bytes(key).hex()[:16] for key in store.state.index.table.key[:20].view(np.uint8)]
-    assert not set(first) & set(keys)
+    assert not set(first) & {int(key) >> 1 for key in store.state.index.table.key[:20].ravel()}
     with pytest.raises(DirectoryError, match="does not exist yet"):
         Store.open(None, host_bytes="2MiB", record_file=file)
