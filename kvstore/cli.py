@@ -38,6 +38,7 @@ from kvstore.cli_options import (
 )
 from kvstore.cli_pin import pin, unpin
 from kvstore.cli_quota import quota
+from kvstore.cli_record import record
 from kvstore.cli_serve import serve
 from kvstore.cli_simulate import simulate
 from kvstore.cli_size import size
@@ -67,7 +68,7 @@ app.command()(simulate)
 app.command()(dashboard)
 app.command()(doctor)
 app.command()(size)
-for each in (explain, tree, pin, unpin, quota, top, verify, export):
+for each in (explain, tree, pin, unpin, quota, record, top, verify, export):
     app.command()(on_store(each))
 app.command("import")(on_store(import_file))
 

@@ -80,6 +80,15 @@ class Place:
         with Store.open(directory, host_bytes=host_bytes) as store:
             yield store
 
+    def held_without_server(self) -> Path | None:
+        """The directory, if no server answers for it: a process may have opened it for itself."""
+        address = parse_address(self.where)
+        if address.directory is None or address.socket is None:
+            return None
+        _check(address.directory)
+        reason = why_unreachable(address.socket, self.config.trusted_uid)
+        return address.directory if reason else None
+
 
 def on_store(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose first argument is a Place: as DIR or an address, and options to get in."""

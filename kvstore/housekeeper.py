@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
+    from kvstore.recording import Recordings
     from kvstore.state import StoreState
 
 TICK_S = 1.0
@@ -32,8 +33,11 @@ _log = logging.getLogger("kvstore.store")
 class Housekeeper:
     """Owns the thread; `tick` is one round, so that tests need no waiting."""
 
-    def __init__(self, state: StoreState, writer: DiskWriter | None) -> None:
+    def __init__(
+        self, state: StoreState, writer: DiskWriter | None, recordings: Recordings
+    ) -> None:
         self._state = state
+        self._recordings = recordings
         self._writer = writer
         self._suspects: dict[int, set[tuple[int, int]]] = {HOST: set(), DISK: set()}
         self._stop = threading.Event()
@@ -49,6 +53,7 @@ class Housekeeper:
             state.index.expire_pins(state.clock())
             state.retry_condemned()
             state.drop_idle_remote(IDLE_S)
+        self._recordings.follow_note()
         max_age_s = state.config.max_age_s
         if max_age_s is not None and state.warm:
             old = Selection(older_than_s=max_age_s)

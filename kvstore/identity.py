@@ -56,6 +56,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "Explain": _OPERATING,
     "Tree": _OPERATING,
     "PinChain": _OPERATING,
+    "Record": _OPERATING,
     "Verify": _OPERATING,
     "Export": _OPERATING,
     "Import": _OPERATING,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.explanation import Explanation
     from kvstore.importer import Imported
     from kvstore.inspection import Chain, FoundChain, NamespaceUsage
+    from kvstore.recorder import Recording
     from kvstore.removal import Eviction, Selection
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Commit
@@ -188,6 +189,15 @@ class OperatorLike(Protocol):
 
     def pin_chain(self, chain_id: str, ttl_s: float) -> int:
         """Keep a chain for so long, 0: no longer; how many pages it has."""
+
+    def start_recording(self, name: str, bytes_max: int = ...) -> Recording:
+        """Record look-ups, anonymised, into a new file of this name in DIR/records."""
+
+    def stop_recording(self) -> Recording:
+        """End it; how far it came. Without one, how far the last came."""
+
+    def recording(self) -> Recording:
+        """How far a recording is."""
 
     def verify(self, *, repair: bool = False) -> Iterator[Verification]:
         """Check structure and every page's bytes; progress, the last with `finished`."""

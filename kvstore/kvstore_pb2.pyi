@@ -439,6 +439,16 @@ class PinChainRequest(_message.Message):
     ttl_s: float
     def __init__(self, chain: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
+class RecordRequest(_message.Message):
+    __slots__ = ("start", "bytes_max", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: str
+    bytes_max: int
+    stop: bool
+    def __init__(self, start: _Optional[str] = ..., bytes_max: _Optional[int] = ..., stop: bool = ...) -> None: ...
+
 class VerifyRequest(_message.Message):
     __slots__ = ("repair",)
     REPAIR_FIELD_NUMBER: _ClassVar[int]

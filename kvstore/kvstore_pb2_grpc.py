@@ -144,6 +144,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_kvstore__pb2.PinChainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_kvstore__pb2.PinReply.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_unary(
+                '/kvstore.v1.KVStore/Record',
+                request_serializer=kvstore_dot_kvstore__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvstore_dot_kvstore__pb2.Document.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/kvstore.v1.KVStore/Verify',
                 request_serializer=kvstore_dot_kvstore__pb2.VerifyRequest.SerializeToString,
@@ -309,6 +314,12 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -455,6 +466,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.PinChain,
                     request_deserializer=kvstore_dot_kvstore__pb2.PinChainRequest.FromString,
                     response_serializer=kvstore_dot_kvstore__pb2.PinReply.SerializeToString,
+            ),
+            'Record': grpc.unary_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvstore_dot_kvstore__pb2.RecordRequest.FromString,
+                    response_serializer=kvstore_dot_kvstore__pb2.Document.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
@@ -1076,6 +1092,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/PinChain',
             kvstore_dot_kvstore__pb2.PinChainRequest.SerializeToString,
             kvstore_dot_kvstore__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Record',
+            kvstore_dot_kvstore__pb2.RecordRequest.SerializeToString,
+            kvstore_dot_kvstore__pb2.Document.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,7 @@ class OperatorCalls:
             "Stats": self.stats,
             "Tree": self.tree,
             "PinChain": self.pin_chain,
+            "Record": self.record,
             "Verify": self.verify,
             "Export": self.export,
             "Import": self.import_pages,
@@ -130,6 +131,14 @@ class OperatorCalls:
     def pin_chain(self, request: messages.PinChainRequest, call: Call) -> PinReply:
         """Keep a chain, or keep it no longer."""
         return PinReply(pages=self._store.pin_chain(request.chain, request.ttl_s))
+
+    def record(self, request: messages.RecordRequest, call: Call) -> Document:
+        """Record look-ups, end that, or say how far it is."""
+        store = self._store
+        if request.start:
+            return _document(store.start_recording(request.start, request.bytes_max).to_dict())
+        found = store.stop_recording() if request.stop else store.recording()
+        return _document(found.to_dict())
 
     def verify(self, request: messages.VerifyRequest, call: Call) -> Iterator[Document]:
         """Check everything; ends early when nobody listens any more."""

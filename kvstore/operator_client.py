@@ -27,6 +27,8 @@ from kvstore.event_log import PageEvent
 from kvstore.explanation import Explanation
 from kvstore.importer import Imported
 from kvstore.inspection import Chain, FoundChain, NamespaceUsage, PageFacts
+from kvstore.recorder import Recording
+from kvstore.recording import BYTES_DEFAULT, Wish
 from kvstore.removal import Eviction, Selection
 from kvstore.request import (
     checked_chain_id,
@@ -190,6 +192,20 @@ class OperatorClient:
             chain=checked_chain_id(chain_id), ttl_s=checked_deadline(ttl_s)
         )
         return int(self._question("PinChain", request, QUESTION_S).pages)
+
+    def start_recording(self, name: str, bytes_max: int = BYTES_DEFAULT) -> Recording:
+        """Record look-ups, anonymised, into a new file of this name in the server's DIR/records."""
+        wish = Wish(name, bytes_max)
+        request = pb.RecordRequest(start=wish.name, bytes_max=wish.bytes_max)
+        return self._record(Recording, self._document("Record", request))
+
+    def stop_recording(self) -> Recording:
+        """End it; how far it came."""
+        return self._record(Recording, self._document("Record", pb.RecordRequest(stop=True)))
+
+    def recording(self) -> Recording:
+        """How far a recording is."""
+        return self._record(Recording, self._document("Record", pb.RecordRequest()))
 
     def verify(self, *, repair: bool = False) -> Iterator[Verification]:
         """Check structure and every page's bytes; progress, the last with `finished`."""

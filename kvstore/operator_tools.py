@@ -11,6 +11,7 @@ from kvstore import inspection
 from kvstore.errors import InvalidRequest
 from kvstore.exporter import Exporter
 from kvstore.importer import Importer
+from kvstore.recording import BYTES_DEFAULT, Wish
 from kvstore.request import checked_chain_id, checked_deadline
 from kvstore.tenant_usage import pin_chain
 from kvstore.tree_map import tree_map
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kvstore.housekeeper import Housekeeper
     from kvstore.importer import Imported
     from kvstore.namespaces import SpecFolder
+    from kvstore.recorder import Recording
+    from kvstore.recording import Recordings
     from kvstore.session import Session
     from kvstore.spec import CacheSpec
     from kvstore.state import StoreState
@@ -39,6 +42,7 @@ class OperatorTools:
     _specs: SpecFolder
     _writer: DiskWriter | None
     _housekeeper: Housekeeper
+    _recordings: Recordings
 
     def root(self, namespace: bytes, tenant: str = "default", salt: bytes = b"") -> bytes:
         """See Store."""
@@ -81,6 +85,20 @@ class OperatorTools:
         takes its pins back. How many pages it has. QuotaError as Session.pin."""
         digits, ttl = checked_chain_id(chain_id), checked_deadline(ttl_s)
         return pin_chain(self.state, digits, ttl)
+
+    def start_recording(self, name: str, bytes_max: int = BYTES_DEFAULT) -> Recording:
+        """Record look-ups, anonymised, into a new file of this name in DIR/records, of so many
+        bytes at most; for `kvstore simulate`. InvalidRequest where one runs."""
+        self.state.require_open()
+        return self._recordings.start(Wish(name, bytes_max))
+
+    def stop_recording(self) -> Recording:
+        """End it; how far it came. Without one, how far the last came."""
+        return self._recordings.stop()
+
+    def recording(self) -> Recording:
+        """How far a recording is."""
+        return self._recordings.status()
 
     def verify(self, *, repair: bool = False) -> Iterator[Verification]:
         """Check structure and every page's bytes; progress, the last with `finished`."""

@@ -84,6 +84,7 @@ WAITING = (
         "Stats",
         "Tree",
         "PinChain",
+        "Record",
         "Verify",
         "Export",
         "Import",

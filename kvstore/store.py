@@ -36,6 +36,7 @@ from kvstore.page_policy import PagePolicy
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.recorder import Recorder
+from kvstore.recording import Recordings
 from kvstore.redis_share import RedisShare
 from kvstore.removal import Selection
 from kvstore.request import (
@@ -120,7 +121,8 @@ class Store(OperatorTools):
             state.next_sequence = (disk.boot_number << SEQUENCE_BITS) + 1
             self._writer.start(self._evictor)
             self._warm_start = WarmStart(state, disk)
-        self._housekeeper = Housekeeper(state, self._writer)
+        self._recordings = Recordings(state)
+        self._housekeeper = Housekeeper(state, self._writer, self._recordings)
 
     @classmethod
     def open(
@@ -387,8 +389,7 @@ class Store(OperatorTools):
         done = self._stager.stop(deadline) if self._stager is not None else True
         if self._share is not None:
             self._share.stop(deadline)
-        if state.recorder is not None:
-            state.recorder.close()
+        self._recordings.close()
         if self._writer is not None:
             self._write_what_stayed()
             done = self._writer.stop(deadline) and done

@@ -44,7 +44,7 @@ MAY_CALL = {
     **dict.fromkeys(("Reserve", "Commit", "Abort", "WritePages"), WRITE),
     **dict.fromkeys(("Flush", "Pin", "Unpin", "Hint"), WRITE),
     **dict.fromkeys(("Evict", "List", "Inspect", "Explain"), ADMIN),
-    **dict.fromkeys(("Tree", "PinChain", "Verify", "Export", "Import"), ADMIN),
+    **dict.fromkeys(("Tree", "PinChain", "Record", "Verify", "Export", "Import"), ADMIN),
     "Stats": ADMIN | {Role.METRICS},
 }
 RAW_REQUESTS = {"WritePages"}
