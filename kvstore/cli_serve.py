@@ -84,6 +84,7 @@ def serve(
     objective: Annotated[str | None, typer.Option(help="hits, ttft or compute.")] = None,
     write_policy: Annotated[str | None, typer.Option(help="through, back, selective.")] = None,
     admission: Admission = None,
+    prefetch_bytes: Size = None,
     record_file: RecordFile = None,
     redis_url: RedisUrl = None,
     redis_bytes: Size = None,

@@ -41,6 +41,15 @@ TraceFile = Annotated[Path, typer.Argument(help="Mooncake JSONL, plain or gz; or
 PlotFile = Annotated[
     Path | None, typer.Option(help="Write hit ratio over capacity: .svg, or .png (matplotlib).")
 ]
+DiskSize = Annotated[
+    str | None, typer.Option(help="A disk beside memory, in blocks or %: what is written to it.")
+]
+WritePolicies = Annotated[
+    list[str] | None, typer.Option(help=f"With --disk: {', '.join(WRITE_POLICIES)}.")
+]
+Admissions = Annotated[
+    list[str] | None, typer.Option(help=f"With --disk: {', '.join(ADMISSIONS)}.")
+]
 
 
 def simulate(
@@ -65,16 +74,9 @@ def simulate(
     real_index: Annotated[
         bool, typer.Option("--real-index", help="Through the store's own index; slower.")
     ] = False,
-    disk: Annotated[
-        str | None,
-        typer.Option(help="A disk beside memory, in blocks or %: what is written to it."),
-    ] = None,
-    write_policy: Annotated[
-        list[str] | None, typer.Option(help=f"With --disk: {', '.join(WRITE_POLICIES)}.")
-    ] = None,
-    admission: Annotated[
-        list[str] | None, typer.Option(help=f"With --disk: {', '.join(ADMISSIONS)}.")
-    ] = None,
+    disk: DiskSize = None,
+    write_policy: WritePolicies = None,
+    admission: Admissions = None,
     plot: PlotFile = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
@@ -91,9 +93,9 @@ def simulate(
         raise InvalidRequest(f"--objective: {objective!r} given; one of {', '.join(OBJECTIVES)}")
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InvalidRequest(f"--plot: {plot} given; a name in .svg or .png is needed")
-    if disk is not None and plot is not None:
-        raise InvalidRequest("--plot: draws hits over capacity, not what --disk shows")
     if disk is not None:
+        if plot is not None or lookahead or real_index or warmup not in ("0", "0s"):
+            raise InvalidRequest("--disk: without --plot, --lookahead, --real-index and --warmup")
         ways, filters = write_policy or ["through"], admission or [*ADMISSIONS]
         check_names(policy or ["lru"], ways, filters)
         _simulate_disk(trace, policy or ["lru"], capacity, disk, ways, filters, as_json=json)

@@ -159,6 +159,9 @@ class StoreConfig(BaseModel):
     write_policy: Literal["through", "back", "selective"] = "through"
     # Of these, which are written at all, unless committed durable; see tiers/admission.py.
     admission: Literal["always", "second-touch", "ghost", "frequency"] = "always"
+    # Pages read from disk before anybody asks for them, as what follows a prompt that hit: so many
+    # bytes of them wait in memory to be used. 0: none.
+    prefetch_bytes: Bytes = Field(default=0, ge=0)
     # A new file to record look-ups in, anonymised, for `kvstore simulate`; None: no recording.
     record_file: OptionalPath = None
     # How long `stage` waits for the disk unless the call says otherwise.

@@ -33,6 +33,7 @@ class Match:
         self._page_ids = page_ids
         self._leased = int(page_ids[-1]) if len(page_ids) else -1
         self._ready_s = perf_counter()  # since when its pages can be read
+        self.is_whole = False  # all whole pages of the prompt were found: see Session.look_ahead
 
     @property
     def pages(self) -> int:
@@ -104,7 +105,10 @@ class Match:
             if len(missing):
                 self._ready_s = perf_counter()
                 state.meters.stage.observe(self._ready_s - started_s)
-            return self._count_host()
+            there = self._count_host()
+            if self.is_whole and len(missing) and there == len(self._page_ids):
+                self._session.look_ahead(int(self._page_ids[-1]))
+            return there
 
     def views(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
         """Read-only bytes of pages [start, stop), `spec.page_bytes` each; stage() them first."""

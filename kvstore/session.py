@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvstore.disk_writer import DiskWriter
     from kvstore.evictor import Evictor
+    from kvstore.prefetcher import Prefetcher
     from kvstore.redis_share import RedisShare
     from kvstore.request import Extras, Tokens
     from kvstore.reservation import Chain
@@ -61,6 +62,7 @@ class Session:
         disk_writer: DiskWriter | None,
         public_root: bytes | None = None,
         share: RedisShare | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         self.state = state
         self.spec = spec
@@ -69,6 +71,7 @@ class Session:
         self.stager = stager
         self.disk_writer = disk_writer
         self.share = share
+        self._prefetcher = prefetcher
         self.tree = tree
         self.public_root = public_root  # of a tree to find pages in, too
         self._public_tree = (
@@ -138,6 +141,9 @@ class Session:
             if counted is None:
                 state.meters.lookup.observe(perf_counter() - started_s)
             found = Match(self, pages)
+            if len(pages) and self._whole_tokens(values) == len(pages) * self.spec.page_tokens:
+                found.is_whole = True
+                self.look_ahead(int(pages[-1]))
             if len(pages):  # a miss holds nothing, and its release would say nothing
                 self._held.add(found)
         return found
@@ -293,6 +299,12 @@ class Session:
         pages = self.state.cut_remote(self.stored(tokens, extras))
         whole = len(tokens) // (TOKEN_BYTES * self.spec.page_tokens)
         return int(pages[-1]) if whole and len(pages) == whole else NO_PAGE
+
+    def look_ahead(self, last: int) -> None:
+        """A prompt that ends in this page was found whole: read on, if that is wanted and the page
+        is in memory itself. The lock is held."""
+        if self._prefetcher is not None and self.state.index.table.state[last] >> HOST & 1:
+            self._prefetcher.after(last, self.spec.page_bytes)
 
     def require_open(self) -> None:
         """Raise unless this session may be used."""

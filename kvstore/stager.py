@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 GROUP_BYTES_MAX = 32 * 1024 * 1024
 GROUP_PAGES_MAX = 1024
+AHEAD_PAGES_MAX = 8
 # After so many failed reads in a row the disk is left alone for a while: its pages are misses.
 BREAKER_ERRORS = 3
 BREAKER_PAUSE_S = 1.0
@@ -47,6 +48,7 @@ class Entry:
     waiters: int = 0
     started: bool = False
     done: bool = False
+    ahead: bool = False  # nobody waits for it yet
 
 
 class Stager:
@@ -61,6 +63,7 @@ class Stager:
         self._evictor = evictor
         self._work = threading.Condition(state.lock)
         self._queue: deque[Entry] = deque()
+        self._ahead: deque[Entry] = deque()
         self._entries: dict[int, Entry] = {}
         self._stopping = False
         self._errors_in_row = 0
@@ -83,6 +86,24 @@ class Stager:
             # Look again: another request may have staged some since the caller looked.
             missing = [page for page in pages if not (table.state[page] >> HOST) & 1]
             return [self._join(page) for page in missing]
+
+    def prefetch(self, pages: Sequence[int]) -> list[int]:
+        """Read these too, in chain order, when there is nothing that somebody waits for; those that
+        are on their way now. The lock is held."""
+        if self.open_breaker or self._stopping:
+            return []
+        taken = [page for page in pages if page not in self._entries]
+        for page in taken:
+            entry = self._entries[page] = Entry(page, ahead=True)
+            self._ahead.append(entry)
+            self._state.index.lease(page)
+        if taken:
+            self._work.notify_all()
+        return taken
+
+    def is_coming(self, page: int) -> bool:
+        """Whether a page is queued or being read. The lock is held."""
+        return page in self._entries
 
     def wait(self, entries: Sequence[Entry], deadline: float) -> None:
         """Wait until what begin() gave is in the arena, or failed, or `deadline` (store's clock)
@@ -116,6 +137,9 @@ class Stager:
             self._work.notify_all()
         else:
             self._state.counters.stage_joined += 1
+            if entry.ahead and not entry.started:
+                entry.ahead = False
+                self._queue.append(entry)
         entry.waiters += 1
         return entry
 
@@ -125,13 +149,13 @@ class Stager:
         state = self._state
         while True:
             with state.lock:
-                while not self._queue and not self._stopping:
+                while not self._queue and not self._ahead and not self._stopping:
                     self._work.wait(1.0)
                 if self._stopping:
-                    self._finish(list(self._queue))
+                    self._finish([*self._queue, *(each for each in self._ahead if each.ahead)])
                     self._queue.clear()
                     return
-                group = self._pop_group()
+                group = self._pop_group() if self._queue else self._pop_ahead()
             entries: list[Entry] = []
             slots: list[int] = []
             records: list[PageRecord] = []
@@ -157,6 +181,20 @@ class Stager:
                 self._finish([entry])
                 continue
             size += int(table.payload_bytes[entry.page])
+            entry.started = True
+            group.append(entry)
+        return group
+
+    def _pop_ahead(self) -> list[Entry]:
+        """The next few that nobody waits for: whoever comes now waits for these at most."""
+        group: list[Entry] = []
+        while self._ahead and len(group) < AHEAD_PAGES_MAX:
+            entry = self._ahead.popleft()
+            if not entry.ahead:  # somebody does wait: it is in the other queue, or was read
+                continue
+            if self.open_breaker:
+                self._finish([entry])
+                continue
             entry.started = True
             group.append(entry)
         return group

@@ -85,6 +85,8 @@ class Counters:
     pages_staged: int = 0
     stage_joined: int = 0  # pages that another request was already staging
     stage_timeouts: int = 0
+    pages_prefetched: int = 0
+    prefetched_used: int = 0
     disk_reads: int = 0
     disk_pages_written: int = 0
     disk_bytes_written: int = 0  # of their slots

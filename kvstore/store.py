@@ -33,6 +33,7 @@ from kvstore.key_folder import remember_opening
 from kvstore.namespaces import SpecFolder
 from kvstore.operator_tools import OperatorTools
 from kvstore.page_policy import PagePolicy
+from kvstore.prefetcher import Prefetcher
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.quantity import format_bytes
 from kvstore.recorder import Recorder
@@ -114,6 +115,11 @@ class Store(OperatorTools):
         demote = self._writer.demote if self._writer is not None else _keep_nothing
         self._evictor = Evictor(state, demote)
         self._stager = Stager(state, disk, host, self._evictor) if disk is not None else None
+        self._prefetcher = (
+            Prefetcher(state, self._stager, config.prefetch_bytes)
+            if self._stager is not None and config.prefetch_bytes
+            else None
+        )
         self._share = self._open_share(host) if config.redis_url else None
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._warm_start: WarmStart | None = None
@@ -210,6 +216,7 @@ class Store(OperatorTools):
             disk_writer=self._writer,
             public_root=self._public_root(spec, tenant) if public and not salt else None,
             share=self._share,
+            prefetcher=self._prefetcher,
         )
         self._sessions.add(session)
         return session
