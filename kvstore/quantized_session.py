@@ -121,6 +121,30 @@ class QuantizedSession:
         """Take back every pin on the stored chain of this prompt; how many pages it has."""
         return self._session.unpin(tokens, extras)
 
+    def hint(
+        self,
+        tokens: Tokens,
+        extras: Extras | None = None,
+        *,
+        next_use_s: float | None = None,
+        priority: int | None = None,
+        done: bool = False,
+        conversation: str = "",
+    ) -> int:
+        """Tell what is known of the stored chain of this prompt; how many pages it has."""
+        return self._session.hint(
+            tokens,
+            extras,
+            next_use_s=next_use_s,
+            priority=priority,
+            done=done,
+            conversation=conversation,
+        )
+
+    def end_conversation(self, name: str) -> int:
+        """It won't go on: the pages that are only its own leave first; how many they are."""
+        return self._session.end_conversation(name)
+
     def close(self) -> None:
         """Release all matches, abort all reservations."""
         self._session.close()

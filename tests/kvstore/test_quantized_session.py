@@ -199,6 +199,8 @@ def test_a_server_s_clients_quantize_as_well(tmp_path: Path) -> None:
             assert load(session, "int8", 5) == PAGES
             assert load(opened(store, "none"), "none", 5) == 0
             assert session.pin(prompt(5), 60.0) == session.unpin(prompt(5)) == PAGES
+            assert session.hint(prompt(5), priority=1, conversation="c") == PAGES
+            assert session.end_conversation("c") == PAGES
             assert session.flush()
             session.close()
 
