@@ -122,6 +122,10 @@ def serve(
         _check_and_print(settings)
         return
     log_to_stderr(as_json=settings.log_json)
+    _serve(settings, security)
+
+
+def _serve(settings: ServerConfig, security: ServerSecurity) -> None:
     _set_process_limits()
     from kvstore.server import Server  # grpc, which no other command needs
 
