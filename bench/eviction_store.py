@@ -56,9 +56,9 @@ class TracePolicy(PagePolicy):
         super().__init__(name, pages, clock)
         self._trace_clock = clock
 
-    def inserted(self, ids, keys, depth, page_tokens, now):  # type: ignore[no-untyped-def]
+    def inserted(self, ids, keys, parent, depth, *size_and_time):  # type: ignore[no-untyped-def]
         """Pages hold a block of the trace each."""
-        super().inserted(ids, keys, depth, 512, self._trace_clock())
+        super().inserted(ids, keys, parent, depth, 512, 0, self._trace_clock())
 
     def touched(self, ids, now):  # type: ignore[no-untyped-def]
         super().touched(ids, self._trace_clock())

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.simulated_tree import SimulatedTree
-from kvstore.simulation import EVEN_TOKENS, PROGRESS_REQUESTS, Hits, Tally, next_uses
+from kvstore.simulation import PROGRESS_REQUESTS, Hits, Tally, next_uses
 from kvstore.tiers.eviction import SCORE_MIN, LruPolicy
-from kvstore.trace import NO_BLOCK
+from kvstore.tiers.leaf_tree import NO_BLOCK, LeafTree
+from kvstore.tiers.page_cost import EVEN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,8 +52,8 @@ def replay_belady(
 ) -> Hits:
     """Run the bound at one capacity, in blocks of the trace."""
     tally, policy = Tally(trace, warmup_s, even_tokens), FarthestUse(trace.unique)
-    tree, following = SimulatedTree(trace, policy), next_uses(trace)
-    began, evicted, starts = time.perf_counter(), 0, trace.starts.tolist()
+    tree, following = LeafTree(trace.parent.tolist(), policy), next_uses(trace)
+    began, evicted, starts = time.thread_time(), 0, trace.starts.tolist()
     for request in range(trace.requests):
         path = trace.blocks[starts[request] : starts[request + 1]]
         if not len(path):
@@ -67,4 +67,4 @@ def replay_belady(
             evicted += len(tree.evict(tree.used - capacity, 0.0))
         if progress is not None and request % PROGRESS_REQUESTS == 0:
             progress(request)
-    return tally.result(policy.name, capacity, evicted, time.perf_counter() - began)
+    return tally.result(policy.name, capacity, evicted, time.thread_time() - began)

@@ -17,11 +17,11 @@ from kvstore.cli_writes import WRITE_POLICIES, check_names, show_writes, simulat
 from kvstore.errors import InvalidRequest
 from kvstore.plot import line_chart
 from kvstore.quantity import parse_duration
-from kvstore.simulation import EVEN_TOKENS, replay
+from kvstore.simulation import replay
 from kvstore.simulation_index import replay_index
 from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction_hints import HintedPolicy
-from kvstore.tiers.policies import OBJECTIVES, POLICIES, make_policy
+from kvstore.tiers.policies import EVEN_TOKENS, OBJECTIVES, POLICIES, make_policy
 from kvstore.trace import read_trace
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ BOUND = "belady"
 SIZES_DEFAULT = "1%,2%,5%,10%,20%,50%"
 WEIGHTS = (
     "block: of all block references, those hit; token: the same by tokens; compute: by prefill "
-    "work, which grows with position. Hits count from the first request on or after the warm-up."
+    "work, which grows with position; ttft: the part of its own work that a request was spared, "
+    "on average. Hits count from the first request on or after the warm-up."
 )
 
 TraceFile = Annotated[Path, typer.Argument(help="Mooncake JSONL, plain or gz; or from `record`.")]
@@ -70,7 +71,7 @@ def simulate(
     warmup: Annotated[str, typer.Option(help="Count hits only after so long: 0s, 10m.")] = "0s",
     even_tokens: Annotated[
         int, typer.Option(min=1, help="Where attention costs as much as the rest of prefill.")
-    ] = EVEN_TOKENS,
+    ] = int(EVEN_TOKENS),
     real_index: Annotated[
         bool, typer.Option("--real-index", help="Through the store's own index; slower.")
     ] = False,
@@ -175,7 +176,7 @@ def _runner(
         work = float(even_tokens)
         if name == BOUND:
             return replay_belady(trace, size, warmup_s=warmup_s, even_tokens=work, progress=tell)
-        made = make_policy(name, size, objective, even_tokens / 2 / trace.block_tokens)
+        made = make_policy(name, size, objective, work)
         if real_index:
             return replay_index(
                 trace, made, size, warmup_s=warmup_s, even_tokens=work, progress=tell
@@ -213,7 +214,15 @@ def _show(trace: Trace, results: list[Hits], warmup: str, *, as_json: bool) -> N
         title=f"{trace.name}: {trace.requests:,} requests, {trace.references:,} references to "
         f"{trace.unique:,} blocks of {trace.block_tokens} tokens; warm-up {warmup}"
     )
-    for column in ("policy", "blocks", "% of unique", "block hits", "token hits", "compute saved"):
+    for column in (
+        "policy",
+        "blocks",
+        "% of unique",
+        "block hits",
+        "token hits",
+        "compute",
+        "ttft",
+    ):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for each in results:
         table.add_row(
@@ -223,6 +232,7 @@ def _show(trace: Trace, results: list[Hits], warmup: str, *, as_json: bool) -> N
             f"{each.block_ratio:.4f}",
             f"{each.token_ratio:.4f}",
             f"{each.compute_ratio:.4f}",
+            f"{each.ttft_ratio:.4f}",
         )
     console = Console()
     console.print(table)

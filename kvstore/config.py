@@ -150,9 +150,11 @@ class StoreConfig(BaseModel):
     # How new pages lie on disk: raw, or lossless (packed, byte for byte the same when read).
     disk_codec: DiskCodec = "raw"
     # What leaves a tier first; see README, "What stays".
-    policy: Literal["csl", "lru", "arc", "gdsf"] = "lru"
+    policy: Literal["csl", "lru", "arc", "gdsf", "auto"] = "csl"
     # What csl and gdsf are to save: hits, time to first token, or prefill work.
     objective: Literal["hits", "ttft", "compute"] = "hits"
+    # At which position of a prompt attention costs as much as the rest of the model.
+    even_tokens: Count = Field(default=30_000, ge=1)
     # When pages go to disk: at commit (through), or on leaving memory, all of them (back) or only
     # those that admission admits, which then means those used again unless it says otherwise
     # (selective). What is in memory only is lost when the process is.

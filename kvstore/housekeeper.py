@@ -53,6 +53,11 @@ class Housekeeper:
             state.index.expire_pins(state.clock())
             state.retry_condemned()
             state.drop_idle_remote(IDLE_S)
+            study = state.policy.study()
+        if study is not None:
+            study.work()
+            with state.lock:
+                study.adopt()
         self._recordings.follow_note()
         max_age_s = state.config.max_age_s
         if max_age_s is not None and state.warm:

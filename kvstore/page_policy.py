@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.tiers.eviction import Run
 from kvstore.tiers.eviction_hints import HintedPolicy
-from kvstore.tiers.policies import make_policy
+from kvstore.tiers.policies import EVEN_TOKENS, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.prefix_index.page_table import PageTable
+    from kvstore.tiers.eviction import Ids, Keys, Study
 
 EPOCH_S = 1e9
 # What is remembered of pages that have gone is for so many pages at least.
@@ -28,10 +30,16 @@ class PagePolicy:
     """Satisfies prefix_index.index.PageUses."""
 
     def __init__(
-        self, name: str, pages: int, clock: Callable[[], float], objective: str = "hits"
+        self,
+        name: str,
+        pages: int,
+        clock: Callable[[], float],
+        objective: str = "hits",
+        even_tokens: float = EVEN_TOKENS,
     ) -> None:
         """A policy for a store of about so many pages."""
-        self._policy = HintedPolicy(make_policy(name, max(pages, PAGES_MIN), objective))
+        made = make_policy(name, max(pages, PAGES_MIN), objective, even_tokens)
+        self._policy = HintedPolicy(made)
         self._clock = clock
         self.hints = 0  # given so far: a ranking from before one is void
 
@@ -39,8 +47,18 @@ class PagePolicy:
     def name(self) -> str:
         return self._policy.name
 
-    def inserted(self, ids: Ids, keys: Keys, depth: int, page_tokens: int, now: float) -> None:
-        self._policy.insert(ids, keys, depth, page_tokens, now + EPOCH_S)
+    def inserted(
+        self,
+        ids: Ids,
+        keys: Keys,
+        parent: int,
+        depth: int,
+        page_tokens: int,
+        payload_bytes: int,
+        now: float,
+    ) -> None:
+        run = Run.of(ids, parent, depth, page_tokens, payload_bytes)
+        self._policy.insert(ids, keys, run, now + EPOCH_S)
 
     def touched(self, ids: Ids, now: float) -> None:
         self._policy.touch(ids, now + EPOCH_S)
@@ -48,9 +66,16 @@ class PagePolicy:
     def removed(self, ids: Ids, keys: Keys) -> None:
         self._policy.remove(ids, keys, self._clock() + EPOCH_S)
 
-    def restored(self, ids: Ids, last_use: Scores) -> None:
-        """Pages of the catalog are in the index."""
-        self._policy.restore(ids, last_use + EPOCH_S)
+    def restored(self, ids: Ids, table: PageTable, page_tokens: int) -> None:
+        """Pages of the catalog are in the index: parents before children, of one size."""
+        if len(ids):
+            size = int(table.payload_bytes[ids[0]])
+            run = Run(table.depth[ids], table.parent[ids], page_tokens, page_tokens, size)
+            self._policy.restore(ids, table.key[ids, 0], run, table.last_use[ids] + EPOCH_S)
+
+    def study(self) -> Study | None:
+        """What the policy has to think about without the lock; see tiers.eviction.Study."""
+        return self._policy.study(self._clock() + EPOCH_S)
 
     def scores(self, ids: Ids, tier: int) -> NDArray[np.float64]:
         """What each page is worth to a tier now."""

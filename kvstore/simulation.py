@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.simulated_tree import SimulatedTree
+from kvstore.tiers.eviction import Run, study_at_once
 from kvstore.tiers.eviction_hints import HintedPolicy
-from kvstore.trace import NO_BLOCK
+from kvstore.tiers.leaf_tree import NO_BLOCK, LeafTree
+from kvstore.tiers.page_cost import EVEN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from kvstore.tiers.eviction import Ids, Keys, Policy
     from kvstore.trace import Trace
 
-# Prefill costs 1 + position / this many tokens a token: where attention costs as much as the rest.
-# About 30 K for a model of 8 B parameters, 3 K for one of 135 M.
-EVEN_TOKENS = 30_000
 PROGRESS_REQUESTS = 500
 AHEAD_PAGES_MAX = 256  # as evictor.BATCH_PAGES_MAX
 
@@ -45,8 +43,9 @@ class Hits:
     block_ratio: float
     token_ratio: float
     compute_ratio: float  # of the prefill work of the whole trace
+    ttft_ratio: float  # of each request's own, on average: by how much the mean one waits less
     evicted: int
-    references_per_s: float
+    references_per_s: float  # of the whole trace, by the time of one core
 
     def to_dict(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -73,8 +72,10 @@ class Tally:
         references, hit = int((ends - starts).sum()), int(hits.sum())
         tokens = int((self._tokens[ends] - self._tokens[starts]).sum())
         hit_tokens = int((self._tokens[starts + hits] - self._tokens[starts]).sum())
-        work = float((self._work[ends] - self._work[starts]).sum())
-        saved = float((self._work[starts + hits] - self._work[starts]).sum())
+        works = self._work[ends] - self._work[starts]
+        saves = self._work[starts + hits] - self._work[starts]
+        saved, asked = float(saves.sum()), works > 0
+        ttft = float((saves[asked] / works[asked]).sum())
         return Hits(
             policy=policy,
             capacity=capacity,
@@ -85,7 +86,8 @@ class Tally:
             hit_tokens=hit_tokens,
             block_ratio=hit / max(1, references),
             token_ratio=hit_tokens / max(1, tokens),
-            compute_ratio=saved / work if work else 0.0,
+            compute_ratio=saved / max(float(works.sum()), 1e-9),
+            ttft_ratio=ttft / max(1, int(asked.sum())),
             evicted=evicted,
             references_per_s=int(self._starts[-1]) / max(seconds, 1e-9),
         )
@@ -114,7 +116,7 @@ def replay(
     tally = Tally(trace, warmup_s, even_tokens)
     run = Replay(trace, policy, capacity, ahead_part=ahead_part)
     queue = Queue(trace, policy, lookahead) if isinstance(policy, HintedPolicy) else None
-    began = time.perf_counter()
+    began = time.thread_time()
     for request in range(trace.requests):
         if queue is not None:
             queue.look_ahead(request, run.now(request))
@@ -123,7 +125,7 @@ def replay(
             queue.step(request, run.now(request))
         if progress is not None and request % PROGRESS_REQUESTS == 0:
             progress(request)
-    return tally.result(policy.name, capacity, run.evicted, time.perf_counter() - began)
+    return tally.result(policy.name, capacity, run.evicted, time.thread_time() - began)
 
 
 class Replay:
@@ -134,7 +136,7 @@ class Replay:
         self.policy = policy
         self.capacity = capacity
         self._ahead_part = ahead_part
-        self.tree = SimulatedTree(trace, policy)
+        self.tree = LeafTree(trace.parent.tolist(), policy)
         self.evicted = 0
         self._keys: Keys = np.arange(trace.unique, dtype=np.uint64)
         self._starts = trace.starts.tolist()
@@ -157,6 +159,7 @@ class Replay:
             self.tree.rescore(path[:hit])
         if hit < len(path):
             self._store(path, hit, now)
+        study_at_once(self.policy, now)
         return hit
 
     def _store(self, path: Ids, hit: int, now: float) -> None:
@@ -179,7 +182,8 @@ class Replay:
                 tree.let_go(parent)
             run = run[: len(run) - max(0, missing - len(gone))]
         if len(run):
-            self.policy.insert(run, self._keys[run], hit, self.trace.block_tokens, now)
+            whole = Run.of(run, parent, hit, self.trace.block_tokens)
+            self.policy.insert(run, self._keys[run], whole, now)
             tree.add(run, parent)
 
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.page_table import HOST, NO_PAGE
-from kvstore.simulation import EVEN_TOKENS, PROGRESS_REQUESTS, Hits, Tally
+from kvstore.simulation import PROGRESS_REQUESTS, Hits, Tally
+from kvstore.tiers.eviction import Run, study_at_once
+from kvstore.tiers.page_cost import EVEN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +52,7 @@ class IndexReplay:
             self.policy.touch(found, now)
         if hit < len(path):
             self._store(path, found, now)
+        study_at_once(self.policy, now)
         return hit
 
     def _store(self, path: Ids, found: Ids, now: float) -> None:
@@ -93,7 +96,8 @@ class IndexReplay:
         )
         self._sequence += count
         index.set_tier(pages, HOST, np.arange(count, dtype=np.int64))
-        self.policy.insert(pages, keys[:, 0], hit, self.trace.block_tokens, now)
+        whole = Run.of(pages, parent, hit, self.trace.block_tokens)
+        self.policy.insert(pages, keys[:, 0], whole, now)
 
     def _keys(self, pages: Ids) -> Keys:
         keys: Keys = self.index.table.key[pages, 0]
@@ -111,9 +115,9 @@ def replay_index(
 ) -> Hits:
     """What simulation.replay does, through the real index."""
     tally, run = Tally(trace, warmup_s, even_tokens), IndexReplay(trace, policy, capacity)
-    began = time.perf_counter()
+    began = time.thread_time()
     for request in range(trace.requests):
         tally.add(request, run.step(request))
         if progress is not None and request % PROGRESS_REQUESTS == 0:
             progress(request)
-    return tally.result(policy.name, capacity, run.evicted, time.perf_counter() - began)
+    return tally.result(policy.name, capacity, run.evicted, time.thread_time() - began)

@@ -92,7 +92,11 @@ class Store(OperatorTools):
             host = open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config))
             policy = PagePolicy(
-                config.policy, _pages_expected(config), time.monotonic, config.objective
+                config.policy,
+                _pages_expected(config),
+                time.monotonic,
+                config.objective,
+                config.even_tokens,
             )
             index.policy = policy
             admission = DiskAdmission(config, index.table, _pages_expected(config))

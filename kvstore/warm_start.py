@@ -122,7 +122,7 @@ class WarmStart:
             # The catalog knows when a page was stored, not when it was last asked for.
             age_s = state.wall_clock() - state.index.table.created[ids].astype(np.float64)
             state.index.table.last_use[ids] = state.clock() - np.maximum(age_s, 0.0)
-            state.policy.restored(ids, state.index.table.last_use[ids])
+            state.policy.restored(ids, state.index.table, rows.page_tokens)
             state.count_disk(ids, part.slots[loaded.ids != NO_PAGE], 1)
             state.unused_slots.extend(part.slots[loaded.dropped].tolist())
             state.changed.notify_all()

@@ -43,7 +43,14 @@ class PageUses(Protocol):
     """Who wants to know which pages are used, new and forgotten. It must not call the index."""
 
     def inserted(
-        self, ids: Ids, keys: npt.NDArray[np.uint64], depth: int, page_tokens: int, now: float
+        self,
+        ids: Ids,
+        keys: npt.NDArray[np.uint64],
+        parent: int,
+        depth: int,
+        page_tokens: int,
+        payload_bytes: int,
+        now: float,
     ) -> None:
         """A run of one chain, first page first; `keys` are the first halves of page keys."""
 
@@ -254,7 +261,9 @@ class PrefixIndex:
         table.writer[ids] = writer_id
         tree.insert(parent, tokens, ids, first_extras)
         if self.policy is not None:
-            self.policy.inserted(ids, table.key[ids, 0], depth, page_tokens, now)
+            self.policy.inserted(
+                ids, table.key[ids, 0], parent, depth, page_tokens, payload_bytes, now
+            )
         return ids
 
     def bulk_load(self, root: bytes, page_tokens: int, rows: PageRows, tier: int) -> Loaded:

@@ -9,6 +9,7 @@ by powers of two, which are exact (eviction_hints.py).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,9 +21,41 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 SCORE_MIN = 2.0**-60
 SCORE_MAX = 2.0**60
+NO_PARENT = -1
 PAGES_FIRST = 1024
 
 Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How pages came: all of one size, usually one piece of one chain."""
+
+    depths: Ids  # pages before each of them in its chain
+    parents: Ids  # the page before each, NO_PARENT at the beginning of a prompt
+    page_tokens: int
+    tokens: int  # of all that came in one piece; more than the pages have, of a sample
+    page_bytes: int = 0  # of a page's payload; 0: nobody knows, all are alike
+    # How often each was used, where pages are told that somebody else has watched so far.
+    uses: npt.NDArray[np.uint8] | None = None
+
+    @staticmethod
+    def of(pages: Ids, parent: int, depth: int, page_tokens: int, page_bytes: int = 0) -> Run:
+        """Of pages that follow one another, the first `depth` pages deep."""
+        depths = np.arange(depth, depth + len(pages), dtype=np.int32)
+        parents = np.empty(len(pages), np.int32)
+        parents[:1], parents[1:] = parent, pages[:-1]
+        return Run(depths, parents, page_tokens, len(pages) * page_tokens, page_bytes)
+
+
+class Study(Protocol):
+    """What a policy has to think about for longer than a look-up may wait."""
+
+    def work(self) -> None:
+        """The long part: it touches nothing that the policy decides by."""
+
+    def adopt(self) -> None:
+        """The short part: from now on the policy decides by what was found."""
 
 
 class Policy(Protocol):
@@ -36,11 +69,11 @@ class Policy(Protocol):
     # Whether scores change by themselves: else only a touch or an insert of that page moves them.
     moves: bool
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
-        """New pages of `tokens` tokens each; the first stands `depth` pages deep."""
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
+        """New pages, first page first."""
 
-    def restore(self, pages: Ids, last: Scores) -> None:
-        """Pages from before this policy was made: when they were used last is all it knows."""
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
+        """Pages from before this policy was made, and when they were used last."""
 
     def touch(self, pages: Ids, now: float) -> None:
         """Pages from the first of a chain on were used again."""
@@ -54,6 +87,13 @@ class Policy(Protocol):
     def remove(self, pages: Ids, keys: Keys, now: float) -> None:
         """Pages are in no tier any more: what is worth remembering moves to ghosts."""
 
+    def study(self, now: float) -> Study | None:
+        """What there is to think about now, if there is enough of it; one at a time.
+
+        Whoever guards the policy by a lock calls this and adopt() with it, and work() without.
+        """
+        return None
+
 
 class LruPolicy(Policy):
     """Least recently used first. A touch marks a whole chain, so a chain leaves from its tail."""
@@ -64,11 +104,11 @@ class LruPolicy(Policy):
     def __init__(self) -> None:
         self._last = np.full(PAGES_FIRST, SCORE_MIN)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         self._last = grown(self._last, pages)
         self._last[pages] = now
 
-    def restore(self, pages: Ids, last: Scores) -> None:
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
         self._last = grown(self._last, pages)
         self._last[pages] = last
 
@@ -85,6 +125,18 @@ class LruPolicy(Policy):
 
     def remove(self, pages: Ids, keys: Keys, now: float) -> None:
         """Nothing to remember."""
+
+    def study(self, now: float) -> Study | None:
+        """Nothing to think about."""
+        return None
+
+
+def study_at_once(policy: Policy, now: float) -> None:
+    """For a policy that nobody else uses."""
+    study = policy.study(now)
+    if study is not None:
+        study.work()
+        study.adopt()
 
 
 def grown(column: npt.NDArray[Number], pages: Ids) -> npt.NDArray[Number]:

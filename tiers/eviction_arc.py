@@ -15,7 +15,7 @@ from kvstore.tiers.eviction import PAGES_FIRST, SCORE_MAX, SCORE_MIN, Policy, gr
 from kvstore.tiers.ghost_table import GhostTable
 
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores, Study
 
 ONCE = 1
 AGAIN = 2
@@ -37,7 +37,7 @@ class ArcPolicy(Policy):
         self._ghosts_of = [0, 0, 0]
         self._target = 0.0  # pages of the list ONCE
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         self._last = grown(self._last, pages)
         self._list = grown(self._list, pages)
         rows, known = self._ghosts.find(keys)
@@ -54,12 +54,14 @@ class ArcPolicy(Policy):
         self._pages[AGAIN] += again
         self._pages[ONCE] += len(pages) - again
 
-    def restore(self, pages: Ids, last: Scores) -> None:
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
         self._last = grown(self._last, pages)
         self._list = grown(self._list, pages)
         self._last[pages] = last
-        self._list[pages] = ONCE
-        self._pages[ONCE] += len(pages)
+        again = 0 if run.uses is None else int((run.uses > 1).sum())
+        self._list[pages] = ONCE if run.uses is None else np.where(run.uses > 1, AGAIN, ONCE)
+        self._pages[AGAIN] += again
+        self._pages[ONCE] += len(pages) - again
 
     def touch(self, pages: Ids, now: float) -> None:
         self._last[pages] = now
@@ -88,6 +90,9 @@ class ArcPolicy(Policy):
             self._ghosts_of[each] += gone - int((lost == each).sum())
         ghosts.put(keys, self._last[pages], lists, np.zeros(len(pages), np.uint8))
         self._list[pages] = 0
+
+    def study(self, now: float) -> Study | None:
+        return None
 
     def _adapt(self, once: int, again: int) -> None:
         """So many ghosts of each list were asked for."""

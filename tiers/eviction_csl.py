@@ -14,18 +14,20 @@ how many requests had ended on the path when the page came (nothing won).
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.tiers.eviction import PAGES_FIRST, Policy, grown
+from kvstore.tiers.eviction import PAGES_FIRST, Policy, Study, grown
 from kvstore.tiers.ghost_table import GhostTable
+from kvstore.tiers.page_cost import PageCost
 from kvstore.tiers.survival import SurvivalTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores
 
 FREQUENCY_EDGES = (2, 3)  # buckets 1 | 2 | 3+
 TOKEN_EDGES = (2048, 8192, 32768)
@@ -43,29 +45,28 @@ for _edge in FREQUENCY_EDGES:
 
 
 class CslPolicy(Policy):
-    """See above. `gamma` weighs cost: 0 hits, 0.5 balanced, 1 prefill work saved."""
+    """See above. `cost` says what a use of a page is worth."""
 
     name = "csl"
     moves = True
 
-    def __init__(self, capacity_pages: int, gamma: float = 0.0, even_pages: float = 60.0) -> None:
-        """even_pages: how deep a page costs twice what the first one does."""
-        self._gamma = gamma
-        self._even = even_pages
+    def __init__(self, capacity_pages: int, cost: PageCost | None = None) -> None:
+        self._cost_of = cost or PageCost()
+        self._weighs = False  # whether any page was ever worth something else than 1
         self._last = np.zeros(PAGES_FIRST)
         self._frequency = np.zeros(PAGES_FIRST, np.uint8)  # 0: no page in this row
         self._length = np.zeros(PAGES_FIRST, np.uint8)  # bucket of the tokens that it came with
-        self._depth = np.zeros(PAGES_FIRST, np.int32)
+        self._cost = np.ones(PAGES_FIRST)
         self._rows = 0
         self._ghosts = GhostTable(GHOSTS_PER_PAGE * capacity_pages)
         self._table = SurvivalTable(FREQUENCIES * LENGTHS)
-        self._until_refit = REFIT_EVENTS
+        self._events = 0
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         self._make_room(pages)
         rows, known = self._ghosts.find(keys)
         frequency = np.ones(len(pages), np.uint8)
-        length = bisect_right(TOKEN_EDGES, len(pages) * tokens)
+        length = bisect_right(TOKEN_EDGES, run.tokens)
         lengths = np.full(len(pages), length, np.uint8)
         if known.any():
             back = rows[known]
@@ -77,27 +78,28 @@ class CslPolicy(Policy):
         self._last[pages] = now
         self._frequency[pages] = frequency
         self._length[pages] = lengths
-        self._depth[pages] = np.arange(depth, depth + len(pages))
-        self._count(now)
+        self._weigh(pages, run)
+        self._events += 1
 
-    def restore(self, pages: Ids, last: Scores) -> None:
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
         self._make_room(pages)
         self._last[pages] = last
-        self._frequency[pages] = 1
+        self._frequency[pages] = 1 if run.uses is None else run.uses
+        self._weigh(pages, run)
 
     def touch(self, pages: Ids, now: float) -> None:
         frequency = self._frequency[pages]
         self._table.close(_class(frequency, self._length[pages]), now - self._last[pages])
         self._last[pages] = now
         self._frequency[pages] = frequency + (frequency < 255)
-        self._count(now)
+        self._events += 1
 
     def scores(self, pages: Ids, now: float, tier: int = 0) -> Scores:
-        """Hits a second at best, times cost to the power of gamma."""
+        """Hits a second at best, times what a hit is worth."""
         ages = np.maximum(now - self._last[pages], 0.0)
         worth = self._table.worth(_class(self._frequency[pages], self._length[pages]), ages)
-        if self._gamma:
-            worth *= (1.0 + self._depth[pages] / self._even) ** self._gamma
+        if self._weighs:
+            worth *= self._cost[pages]
         found: Scores = worth + _BY_RECENCY / (1.0 + ages)
         return found
 
@@ -113,32 +115,80 @@ class CslPolicy(Policy):
         ghosts.put(keys, self._last[pages], self._frequency[pages], self._length[pages])
         self._frequency[pages] = 0
 
-    def _count(self, now: float) -> None:
-        self._until_refit -= 1
-        if self._until_refit <= 0:
-            self._until_refit = REFIT_EVENTS
-            self._table.refit(self._open(now))
-
-    def _open(self, now: float) -> Scores:
-        """Open intervals by class and age, estimated from a sample of pages and ghosts."""
+    def study(self, now: float) -> Study | None:
+        """Survival is to be learnt anew after some events, from a sample of open intervals."""
+        if self._events < REFIT_EVENTS:
+            return None
         step = 1 + self._rows // SAMPLE_ROWS
         rows = slice(0, self._rows, step)
-        used = self._frequency[rows] != 0
-        classes = _class(self._frequency[rows][used], self._length[rows][used])
-        found = step * self._table.histogram(classes, now - self._last[rows][used])
+        pages = _Intervals(
+            step,
+            now,
+            self._last[rows].copy(),
+            self._frequency[rows].copy(),
+            self._length[rows].copy(),
+        )
         ghosts = self._ghosts
         step = 1 + len(ghosts) // SAMPLE_ROWS
-        used = ghosts.tag[::step] != 0
-        classes = _class(ghosts.a[::step][used], ghosts.b[::step][used])
-        found += step * self._table.histogram(classes, now - ghosts.time[::step][used])
-        return found
+        there = ghosts.tag[::step] != 0
+        a, b, time = ghosts.a[::step][there], ghosts.b[::step][there], ghosts.time[::step][there]
+        gone = _Intervals(step, now, time, a, b)
+        study = Refit(self._table, (pages, gone), self._events)
+        self._events = 0
+        return study
+
+    def learn_from(self, other: CslPolicy) -> None:
+        """Go by what another has learnt, of the same kind of load."""
+        self._table = other._table.copy()
+
+    def _weigh(self, pages: Ids, run: Run) -> None:
+        if self._weighs or self._cost_of.weighs(run):
+            self._weighs = True
+            self._cost[pages] = self._cost_of.of(run)
 
     def _make_room(self, pages: Ids) -> None:
         self._last = grown(self._last, pages)
         self._frequency = grown(self._frequency, pages)
         self._length = grown(self._length, pages)
-        self._depth = grown(self._depth, pages)
+        known = len(self._cost)
+        self._cost = grown(self._cost, pages)
+        self._cost[known:] = 1.0
         self._rows = max(self._rows, int(pages.max()) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Intervals:
+    """One in `step` of the intervals that are open, each by its page."""
+
+    step: int
+    now: float
+    last: Scores
+    frequency: npt.NDArray[np.uint8]
+    length: npt.NDArray[np.uint8]
+
+    def histogram(self, table: SurvivalTable) -> Scores:
+        """By class and age, of all."""
+        used = self.frequency != 0
+        classes = _class(self.frequency[used], self.length[used])
+        return self.step * table.histogram(classes, self.now - self.last[used])
+
+
+class Refit(Study):
+    """Learns survival on copies: some milliseconds, in which the policy goes by the last one."""
+
+    def __init__(
+        self, table: SurvivalTable, intervals: tuple[_Intervals, ...], events: int
+    ) -> None:
+        self._table, self._copy = table, table.copy()
+        self._intervals = intervals
+        self._events = events
+
+    def work(self) -> None:
+        still_open = [each.histogram(self._copy) for each in self._intervals]
+        self._copy.refit(np.sum(still_open, axis=0))
+
+    def adopt(self) -> None:
+        self._table.adopt(self._copy, self._events)
 
 
 def _class(

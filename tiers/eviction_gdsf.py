@@ -1,8 +1,8 @@
 """GDSF: how often a page was used times what recomputing it costs, with aging (Cherkasova, 1998).
 
-A page's worth is L + uses * cost / size; L is the worth of the last one that left, so what was
+A page's worth is L + uses * cost / bytes; L is the worth of the last one that left, so what was
 worth much once does not stay for ever. Cost is prefill time, which grows with the depth of a page,
-attention being quadratic; counts of uses outlive a page in its ghost.
+attention being quadratic (page_cost.py); counts of uses outlive a page in its ghost.
 """
 
 from __future__ import annotations
@@ -13,46 +13,44 @@ import numpy as np
 
 from kvstore.tiers.eviction import PAGES_FIRST, SCORE_MIN, Policy, grown
 from kvstore.tiers.ghost_table import GhostTable
+from kvstore.tiers.page_cost import PageCost
 
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores, Study
 
 GHOSTS_PER_PAGE = 8
 _BY_RECENCY = 1e-9  # a second: it decides between equals
 
 
 class GdsfPolicy(Policy):
-    """Greedy dual size frequency. All pages of a tier count as one size."""
+    """Greedy dual size frequency."""
 
     name = "gdsf"
     moves = False
 
-    def __init__(self, capacity_pages: int, gamma: float = 1.0, even_pages: float = 60.0) -> None:
-        """gamma: 1 the cost counts, 0 only uses. even_pages: as deep, a page costs twice."""
-        self._gamma = gamma
-        self._even = even_pages
+    def __init__(self, capacity_pages: int, cost: PageCost | None = None) -> None:
+        self._cost_of = cost or PageCost()
         self._age = 0.0
         self._uses = np.zeros(PAGES_FIRST, np.uint8)
         self._cost = np.ones(PAGES_FIRST)
         self._worth = np.full(PAGES_FIRST, SCORE_MIN)
         self._ghosts = GhostTable(GHOSTS_PER_PAGE * capacity_pages)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         self._make_room(pages)
         rows, known = self._ghosts.find(keys)
         uses = np.zeros(len(pages), np.uint8)
         uses[known] = self._ghosts.a[rows[known]]
         self._ghosts.forget(rows[known])
         self._uses[pages] = uses
-        depths = np.arange(depth, depth + len(pages))
-        self._cost[pages] = (1.0 + depths / self._even) ** self._gamma
+        self._cost[pages] = self._cost_of.of(run)
         self.touch(pages, now)
 
-    def restore(self, pages: Ids, last: Scores) -> None:
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
         self._make_room(pages)
-        self._uses[pages] = 1
-        self._cost[pages] = 1.0
-        self._worth[pages] = self._age + 1.0 + _BY_RECENCY * last
+        self._uses[pages] = uses = 1 if run.uses is None else run.uses
+        self._cost[pages] = self._cost_of.of(run)
+        self._worth[pages] = self._age + uses * self._cost[pages] + _BY_RECENCY * last
 
     def touch(self, pages: Ids, now: float) -> None:
         uses = self._uses[pages]
@@ -70,6 +68,9 @@ class GdsfPolicy(Policy):
     def remove(self, pages: Ids, keys: Keys, now: float) -> None:
         none = np.zeros(len(pages), np.uint8)
         self._ghosts.put(keys, np.full(len(pages), now), self._uses[pages], none)
+
+    def study(self, now: float) -> Study | None:
+        return None
 
     def _make_room(self, pages: Ids) -> None:
         self._uses = grown(self._uses, pages)

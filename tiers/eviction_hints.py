@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.tiers.eviction import PAGES_FIRST, Ids, Keys, Policy, Scores, grown
+from kvstore.tiers.eviction import PAGES_FIRST, Ids, Keys, Policy, Run, Scores, Study, grown
 
 PRIORITY_MIN, PRIORITY_MAX = -2, 2
 GRACE_S = 60.0
@@ -55,12 +55,12 @@ class HintedPolicy(Policy):
         self._done[pages] = True
         self._next[pages] = _NEVER
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
-        self.inner.insert(pages, keys, depth, tokens, now)
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
+        self.inner.insert(pages, keys, run, now)
         self._forget(pages)
 
-    def restore(self, pages: Ids, last: Scores) -> None:
-        self.inner.restore(pages, last)
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
+        self.inner.restore(pages, keys, run, last)
         self._forget(pages)
 
     def touch(self, pages: Ids, now: float) -> None:
@@ -88,6 +88,9 @@ class HintedPolicy(Policy):
     def remove(self, pages: Ids, keys: Keys, now: float) -> None:
         self.inner.remove(pages, keys, now)
         self._forget(pages)
+
+    def study(self, now: float) -> Study | None:
+        return self.inner.study(now)
 
     def _forget(self, pages: Ids) -> None:
         if self._hinted:

@@ -23,8 +23,8 @@ AGE_FIRST_S = 0.5
 AGE_FACTOR = 1.45
 # Observations that the pooled hazard weighs against a class's own.
 PRIOR_WEIGHT = 20.0
-# What was counted fades by half about every so many refits, so that a change of load is noticed.
-HALF_LIFE_REFITS = 400
+# What was counted fades by half about every so many events, so that a change of load is noticed.
+HALF_LIFE_EVENTS = 20_000
 WORTH_MIN = 1e-12
 HAZARD_MAX = 1 - 1e-6
 _EDGES_S = np.concatenate([[0.0], AGE_FIRST_S * AGE_FACTOR ** np.arange(1, BINS + 1)])
@@ -62,6 +62,20 @@ class SurvivalTable:
         found: Scores = np.bincount(cells, minlength=self._classes * BINS).astype(np.float64)
         return found.reshape(self._classes, BINS)
 
+    def copy(self) -> SurvivalTable:
+        """To refit while this one is used."""
+        made = SurvivalTable(self._classes)
+        made._closed, made._lost = self._closed.copy(), self._lost.copy()
+        made._log_worth = self._log_worth
+        return made
+
+    def adopt(self, learnt: SurvivalTable, events: int) -> None:
+        """Go by what a copy has learnt; so many events passed since that was done last."""
+        self._log_worth = learnt._log_worth
+        fade = 0.5 ** (events / HALF_LIFE_EVENTS)
+        self._closed *= fade
+        self._lost *= fade
+
     def refit(self, still_open: Scores) -> None:
         """Learn survival from all that is known; `still_open` is a histogram of open intervals."""
         used = self._closed
@@ -74,9 +88,6 @@ class SurvivalTable:
         survival = np.zeros((self._classes, BINS + 1))
         survival[:, 1:] = np.log1p(-np.minimum(hazard, HAZARD_MAX)).cumsum(axis=1)
         self._log_worth = np.log(_best_odds(survival)).ravel()
-        fade = 0.5 ** (1 / HALF_LIFE_REFITS)
-        self._closed *= fade
-        self._lost *= fade
 
     def worth(self, classes: Classes, ages_s: Scores) -> Scores:
         """Hits a second that holding such a page yields at best, WORTH_MIN if none is known of.

@@ -11,6 +11,7 @@ from kvstore.tiers.eviction import (
     Ids,
     Keys,
     Policy,
+    Run,
     Scores,
     grown,
 )
@@ -34,7 +35,7 @@ class ColumnPolicy(Policy):
         self.depth = np.zeros(PAGES_FIRST, np.int32)
         self.ghosts = GhostTable(GHOSTS_PER_PAGE * capacity_pages)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         self.last, self.first = grown(self.last, pages), grown(self.first, pages)
         self.uses, self.depth = grown(self.uses, pages), grown(self.depth, pages)
         uses = np.ones(len(pages), np.uint8)
@@ -45,10 +46,10 @@ class ColumnPolicy(Policy):
         self.ghosts.forget(rows[known])
         self.last[pages] = self.first[pages] = now
         self.uses[pages] = uses
-        self.depth[pages] = np.arange(depth, depth + len(pages))
+        self.depth[pages] = run.depths
 
-    def restore(self, pages: Ids, last: Scores) -> None:
-        self.insert(pages, pages.astype(np.uint64), 0, 1, float(last.max()))
+    def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
+        self.insert(pages, keys, run, float(last.max()))
 
     def touch(self, pages: Ids, now: float) -> None:
         self.last[pages] = now

@@ -10,7 +10,7 @@ from kvstore.tiers.eviction import PAGES_FIRST, grown
 from policies.columns import ColumnPolicy, within
 
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores
 
 SMALL_PART = 0.1
 _BAND = 2.0**40
@@ -31,9 +31,9 @@ class S3FifoPolicy(ColumnPolicy):
         self.small = 0
         self.round_s = 0.0
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         known = self.ghosts.find(keys)[1]
-        super().insert(pages, keys, depth, tokens, now)
+        super().insert(pages, keys, run, now)
         self.main = grown(self.main, pages)
         self.main[pages] = known
         self.small += len(pages) - int(known.sum())
@@ -73,8 +73,8 @@ class SievePolicy(ColumnPolicy):
         self.marked = np.zeros(PAGES_FIRST, bool)
         self.hand = 0.0
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
-        super().insert(pages, keys, depth, tokens, now)
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
+        super().insert(pages, keys, run, now)
         self.marked = grown(self.marked, pages)
         self.marked[pages] = False
 

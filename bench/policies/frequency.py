@@ -10,7 +10,7 @@ from kvstore.tiers.eviction import PAGES_FIRST, grown
 from policies.columns import ColumnPolicy, within
 
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores
 
 _BY_RECENCY = 1e-9
 
@@ -26,8 +26,8 @@ class LfuDaPolicy(ColumnPolicy):
         self.age = 0.0
         self.worth = np.zeros(PAGES_FIRST)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
-        super().insert(pages, keys, depth, tokens, now)
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
+        super().insert(pages, keys, run, now)
         self.worth = grown(self.worth, pages)
         self.weigh(pages, now)
 

@@ -10,7 +10,7 @@ from kvstore.tiers.survival import BINS, age_place
 from policies.columns import ColumnPolicy, within
 
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores
 
 REFIT_EVENTS = 50
 FADE = 0.98
@@ -45,15 +45,15 @@ class LhdPolicy(ColumnPolicy):
         self.count(self.hits, pages, now)
         super().touch(pages, now)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         rows, known = self.ghosts.find(keys)
         back = pages[known]
         if len(back):  # what would have hit: unbiased only with ghosts
             ages = age_place(np.maximum(now - self.ghosts.time[rows[known]], 0.0)).astype(np.int64)
-            depths = (depth + np.arange(len(pages)))[known]
+            depths = run.depths[known]
             cells = self.classes(self.ghosts.a[rows[known]], depths), ages
             np.add.at(self.hits, cells, 1.0)
-        super().insert(pages, keys, depth, tokens, now)
+        super().insert(pages, keys, run, now)
 
     def left(self, pages: Ids, now: float, tier: int = 0) -> None:
         self.count(self.ends, pages, now)
@@ -97,11 +97,11 @@ class WildPolicy(ColumnPolicy):
                 self.mean_s[each] += 0.05 * (float(mine.mean()) - self.mean_s[each])
                 self.again[each] += len(mine)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         rows, known = self.ghosts.find(keys)
         if known.any():
             self.learn(self.ghosts.a[rows[known]], now - self.ghosts.time[rows[known]])
-        super().insert(pages, keys, depth, tokens, now)
+        super().insert(pages, keys, run, now)
         self.seen += np.bincount(self.category(self.uses[pages]), minlength=USES)
 
     def touch(self, pages: Ids, now: float) -> None:

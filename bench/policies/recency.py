@@ -10,7 +10,7 @@ from kvstore.tiers.eviction import PAGES_FIRST, grown
 from policies.columns import ColumnPolicy, within
 
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Keys, Scores
+    from kvstore.tiers.eviction import Ids, Keys, Run, Scores
 
 _ONCE = 2.0**-20  # of pages without a second last use: among themselves by the last one
 PROTECTED_PART = 0.8
@@ -26,10 +26,10 @@ class Lru2Policy(ColumnPolicy):
         super().__init__(capacity_pages)
         self.before = np.zeros(PAGES_FIRST)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         rows, known = self.ghosts.find(keys)
         before = np.where(known, self.ghosts.time[rows], 0.0)
-        super().insert(pages, keys, depth, tokens, now)
+        super().insert(pages, keys, run, now)
         self.before = grown(self.before, pages)
         self.before[pages] = before
 
@@ -52,8 +52,8 @@ class SlruPolicy(ColumnPolicy):
         super().__init__(capacity_pages)
         self.protected = np.zeros(PAGES_FIRST, bool)
 
-    def insert(self, pages: Ids, keys: Keys, depth: int, tokens: int, now: float) -> None:
-        super().insert(pages, keys, depth, tokens, now)
+    def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
+        super().insert(pages, keys, run, now)
         self.protected = grown(self.protected, pages)
         self.protected[pages] = False
 

@@ -29,7 +29,7 @@ def bench(name, *arguments):
 @pytest.mark.slow
 def test_every_policy_lies_between_nothing_and_the_bound(trace):
     found = bench("eviction.py", trace, "--capacity", "60,200")["block"]
-    assert len(found) == 13
+    assert len(found) == 14
     for name, ratios in found.items():
         assert 0.2 < ratios[0] <= found["belady"][0], name
         assert ratios[0] <= ratios[1] + 0.01, name

@@ -115,7 +115,7 @@ def test_hints_that_nobody_gave_change_nothing(name):
     assert plain.hit_blocks == hinted.hit_blocks
 
 
-GOLDEN = {"lru": 4187, "csl": 4219, "arc": 4038, "gdsf": 4045, "belady": 4760}
+GOLDEN = {"lru": 4187, "csl": 4212, "arc": 4038, "gdsf": 4045, "belady": 4760}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

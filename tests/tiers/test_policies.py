@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.tiers.eviction import SCORE_MAX, SCORE_MIN
+from kvstore.tiers.eviction import NO_PARENT, SCORE_MAX, SCORE_MIN, Run, study_at_once
 from kvstore.tiers.eviction_csl import CslPolicy
 from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.tiers.ghost_table import GhostTable
@@ -21,11 +21,15 @@ def keys(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
+def put(policy, pages, of, depth, tokens, now):
+    policy.insert(pages, of, Run.of(pages, NO_PARENT, depth, tokens), now)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_page_used_longest_ago_is_worth_least_when_all_else_is_equal(name):
     policy = make_policy(name, 64, "hits")
     for page in range(5):
-        policy.insert(ids(page), keys(page), 0, 16, 10.0 + page)
+        put(policy, ids(page), keys(page), 0, 16, 10.0 + page)
     scores = policy.scores(ids(0, 1, 2, 3, 4), 20.0)
     assert (np.diff(scores) > 0).all()
     assert ((scores >= SCORE_MIN) & (scores <= SCORE_MAX)).all()
@@ -34,8 +38,9 @@ def test_the_page_used_longest_ago_is_worth_least_when_all_else_is_equal(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_pages_far_beyond_the_first_rows_and_old_times_are_taken(name):
     policy = make_policy(name, 64)
-    policy.restore(ids(70_000), np.array([3.0]))
-    policy.insert(ids(5_000, 5_001), keys(1, 2), 3, 16, 50.0)
+    run = Run.of(ids(70_000), NO_PARENT, 0, 16)
+    policy.restore(ids(70_000), keys(9), run, np.array([3.0]))
+    put(policy, ids(5_000, 5_001), keys(1, 2), 3, 16, 50.0)
     policy.touch(ids(70_000), 60.0)
     scores = policy.scores(ids(5_000, 5_001, 70_000), 61.0)
     assert np.isfinite(scores).all()
@@ -45,12 +50,12 @@ def test_pages_far_beyond_the_first_rows_and_old_times_are_taken(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_row_that_another_page_takes_starts_anew(name):
     policy = make_policy(name, 64)
-    policy.insert(ids(0), keys(1), 0, 16, 1.0)
+    put(policy, ids(0), keys(1), 0, 16, 1.0)
     for now in range(2, 9):
         policy.touch(ids(0), float(now))
     policy.left(ids(0), 9.0)
     policy.remove(ids(0), keys(1), 9.0)
-    policy.insert(ids(0, 1), keys(7, 8), 0, 16, 10.0)
+    put(policy, ids(0, 1), keys(7, 8), 0, 16, 10.0)
     first, second = policy.scores(ids(0, 1), 11.0)
     assert first == pytest.approx(second)
 
@@ -58,7 +63,7 @@ def test_a_row_that_another_page_takes_starts_anew(name):
 def test_hints_put_pages_into_bands_and_keep_the_order_within():
     policy = HintedPolicy(make_policy("lru", 64))
     for page in range(6):
-        policy.insert(ids(page), keys(page), 0, 16, 10.0 + page)
+        put(policy, ids(page), keys(page), 0, 16, 10.0 + page)
     policy.dismiss(ids(5))
     policy.prefer(ids(4), -1)
     policy.prefer(ids(0), 2)
@@ -69,7 +74,7 @@ def test_hints_put_pages_into_bands_and_keep_the_order_within():
 
 def test_a_touch_ends_what_was_said_of_a_page_and_a_next_use_that_passed_is_forgotten():
     policy = HintedPolicy(make_policy("lru", 64))
-    policy.insert(ids(0, 1), keys(0, 1), 0, 16, 1.0)
+    put(policy, ids(0, 1), keys(0, 1), 0, 16, 1.0)
     plain = policy.scores(ids(0, 1), 2.0)
     policy.dismiss(ids(0))
     policy.expect(ids(1), 5.0)
@@ -120,11 +125,12 @@ def test_csl_keeps_what_returns_over_what_was_used_last():
         if turn:
             policy.touch(ids(*range(8)), now)
         else:
-            policy.insert(ids(*range(8)), back, 0, 512, now)
-        policy.insert(ids(20), keys(1000 + turn), 0, 512, now + 1)
+            put(policy, ids(*range(8)), back, 0, 512, now)
+        put(policy, ids(20), keys(1000 + turn), 0, 512, now + 1)
         policy.left(ids(20), now + 2)
         policy.remove(ids(20), keys(1000 + turn), now + 2)
-    policy.insert(ids(20), keys(9999), 0, 512, now + 3)
+        study_at_once(policy, now + 2)
+    put(policy, ids(20), keys(9999), 0, 512, now + 3)
     scores = policy.scores(ids(0, 20), now + 4)
     assert scores[0] > 3 * scores[1]
 

@@ -1,4 +1,4 @@
-"""The tree of a simulated tier: which blocks of a trace are resident, and who leaves next.
+"""The tree of a simulated tier: which blocks are resident, and who leaves next.
 
 The leaf rule of the real index on nothing but columns by block number: a block is a leaf as long as
 no child of it is resident. Policies whose scores stand still are kept in a heap of leaves, one push
@@ -13,26 +13,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.trace import NO_BLOCK
-
 if TYPE_CHECKING:
-    from kvstore.tiers.eviction import Ids, Policy
-    from kvstore.trace import Trace
+    import numpy.typing as npt
 
+    from kvstore.tiers.eviction import Ids, Policy
+
+NO_BLOCK = -1
+HEAP_SPARE = 4096  # entries of blocks that are no leaf any more, or warmer, before they are dropped
 _RUN = 32  # so many ancestors are scored at once when the first of them has become a leaf
 
 
-class SimulatedTree:
+class LeafTree:
     """Resident blocks of one tier, and the policy that chooses among their leaves."""
 
-    def __init__(self, trace: Trace, policy: Policy, tier: int = 0) -> None:
+    def __init__(self, parent: list[int], policy: Policy, tier: int = 0) -> None:
+        """parent: of each block, NO_BLOCK where it has none. Of an absent block it may change."""
         self._policy = policy
         self._tier = tier
-        self._parent: list[int] = trace.parent.tolist()
-        self._score = np.zeros(trace.unique)
-        self.resident = np.zeros(trace.unique, bool)
-        self.children = np.zeros(trace.unique, np.int32)  # resident, or holding
-        self._leaf = np.zeros(trace.unique, bool)
+        self._parent = parent
+        self._score = np.zeros(len(parent))
+        self.resident = np.zeros(len(parent), bool)
+        self.children = np.zeros(len(parent), np.int32)  # resident, or holding
+        self._leaf = np.zeros(len(parent), bool)
         self._heap: list[tuple[float, int]] = []
         self.used = 0
 
@@ -68,6 +70,8 @@ class SimulatedTree:
             last = int(blocks[-1])
             if self._leaf[last]:
                 heapq.heappush(self._heap, (float(self._score[last]), last))
+                if len(self._heap) > 2 * self.used + HEAP_SPARE:
+                    self._refill()
 
     def evict(self, count: int, now: float) -> list[int]:
         """Up to `count` victims, coldest first, gone from here when it returns."""
@@ -88,6 +92,16 @@ class SimulatedTree:
     def is_leaf(self, block: int) -> bool:
         return bool(self._leaf[block])
 
+    def rebuild(self, resident: npt.NDArray[np.bool_]) -> None:
+        """Go on with some of the blocks; the parents of those have changed to resident ones."""
+        self.resident[:] = resident
+        self.used = int(resident.sum())
+        parents = np.array(self._parent, np.int32)[resident]
+        counted = np.bincount(parents[parents != NO_BLOCK], minlength=len(resident))
+        self.children[:] = counted
+        self._leaf[:] = resident & (counted == 0)
+        self._refill()
+
     def check(self) -> None:
         """Recount; raises AssertionError with the numbers."""
         assert int(self.resident.sum()) == self.used, f"{self.used} counted"
@@ -103,6 +117,12 @@ class SimulatedTree:
             self._leaf[block] = True
             if not self._policy.moves:
                 heapq.heappush(self._heap, (float(self._score[block]), block))
+
+    def _refill(self) -> None:
+        """The heap without entries that say nothing any more."""
+        leaves = np.flatnonzero(self._leaf)
+        self._heap = list(zip(self._score[leaves].tolist(), leaves.tolist(), strict=True))
+        heapq.heapify(self._heap)
 
     def _leave(self, block: int) -> int:
         """Take a leaf out; its parent if that is a leaf now."""
