@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore import documents
+from kvstore.policy_words import sentences
 from kvstore.quantity import format_age, format_bytes
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def show_stats(found: Stats, *, as_json: bool) -> None:
             f"start, {format_bytes(round(found.disk_bytes_per_hit))} for each page that hit; "
             f"{found.counters['pages_not_admitted']} pages were not admitted to it."
         )
+    place = "disk" if any(tier.name == "disk" for tier in found.tiers) else "memory"
+    for sentence in sentences(found.policy, place):
+        out.print(sentence)
     if found.service:
         out.print(
             f"A server holds it: {found.service.get('sessions', 0)} sessions with "

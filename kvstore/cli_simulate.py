@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from kvstore.quantity import parse_duration
 from kvstore.simulation import replay
 from kvstore.simulation_index import replay_index
 from kvstore.tiers.admission import ADMISSIONS
+from kvstore.simulation_tiers import replay_tiers
 from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.tiers.policies import EVEN_TOKENS, OBJECTIVES, POLICIES, make_policy
 from kvstore.trace import read_trace
@@ -62,6 +64,12 @@ def simulate(
     capacity: Annotated[
         str, typer.Option(help="Sizes in blocks of the trace, or in % of its unique ones: 1000,5%.")
     ] = SIZES_DEFAULT,
+    host_capacity: Annotated[
+        str | None, typer.Option(help="Memory before a disk of --capacity; in blocks or %.")
+    ] = None,
+    host_policy: Annotated[
+        str | None, typer.Option(help="What leaves memory first, if not by --policy too.")
+    ] = None,
     objective: Annotated[
         str, typer.Option(help=f"What csl and gdsf are to save: {', '.join(OBJECTIVES)}.")
     ] = "hits",
@@ -92,6 +100,15 @@ def simulate(
             )
     if objective not in OBJECTIVES:
         raise InvalidRequest(f"--objective: {objective!r} given; one of {', '.join(OBJECTIVES)}")
+    if host_policy is not None and (host_capacity is None or host_policy not in POLICIES):
+        raise InvalidRequest(
+            f"--host-policy: {host_policy!r} given; one of {', '.join(POLICIES)}, with "
+            "--host-capacity"
+        )
+    if host_capacity is not None and (real_index or lookahead or BOUND in names):
+        raise InvalidRequest(
+            "--host-capacity: not with --real-index, --lookahead or --policy belady; name policies"
+        )
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InvalidRequest(f"--plot: {plot} given; a name in .svg or .png is needed")
     if disk is not None:
@@ -107,13 +124,18 @@ def simulate(
         reading = progress.add_task("reading", total=None)
         found = read_trace(trace, lambda lines: progress.update(reading, completed=lines))
         sizes = parse_sizes(capacity, found.unique)
+        memory = parse_sizes(host_capacity, found.unique)[0] if host_capacity else 0
         progress.remove_task(reading)
         task = progress.add_task("replaying", total=found.requests * len(sizes) * len(names))
         for name in names:
             for size in sizes:
                 before = len(results) * found.requests
                 progress.update(task, description=f"{name}, {size:,} blocks")
-                run = _runner(name, found, size, objective, even_tokens, real_index, lookahead)
+                if memory:
+                    tiers = _Tiers(memory, host_policy)
+                    run = _tiered(name, found, size, tiers, objective, even_tokens)
+                else:
+                    run = _runner(name, found, size, objective, even_tokens, real_index, lookahead)
                 results.append(run(warmup_s, partial(_tell, progress, task, before)))
     if plot is not None:
         _write_plot(plot, found, results)
@@ -196,6 +218,35 @@ def _runner(
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class _Tiers:
+    """What stands before the disk."""
+
+    host_pages: int
+    host_policy: str | None
+
+
+def _tiered(
+    name: str, trace: Trace, size: int, tiers: _Tiers, objective: str, even_tokens: int
+) -> Callable[[float, Callable[[int], None]], Hits]:
+    """The same through memory and disk."""
+
+    def run(warmup_s: float, tell: Callable[[int], None]) -> Hits:
+        work, other = float(even_tokens), tiers.host_policy
+        return replay_tiers(
+            trace,
+            make_policy(name, size, objective, work),
+            tiers.host_pages,
+            size,
+            host_policy=make_policy(other, tiers.host_pages, objective, work) if other else None,
+            warmup_s=warmup_s,
+            even_tokens=work,
+            progress=tell,
+        )
+
+    return run
+
+
 def _show(trace: Trace, results: list[Hits], warmup: str, *, as_json: bool) -> None:
     if as_json:
         document = {
@@ -214,6 +265,10 @@ def _show(trace: Trace, results: list[Hits], warmup: str, *, as_json: bool) -> N
         title=f"{trace.name}: {trace.requests:,} requests, {trace.references:,} references to "
         f"{trace.unique:,} blocks of {trace.block_tokens} tokens; warm-up {warmup}"
     )
+    memory = max(each.host_capacity for each in results)
+    if memory:
+        table.title = f"{table.title}; {memory:,} blocks of memory before the disk"
+        table.add_column("in memory", justify="right")
     for column in (
         "policy",
         "blocks",
@@ -226,6 +281,7 @@ def _show(trace: Trace, results: list[Hits], warmup: str, *, as_json: bool) -> N
         table.add_column(column, justify="left" if column == "policy" else "right")
     for each in results:
         table.add_row(
+            *([f"{each.host_block_ratio:.4f}"] if memory else []),
             each.policy,
             f"{each.capacity:,}",
             f"{100 * each.capacity / trace.unique:.1f}",

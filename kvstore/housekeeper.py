@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,7 @@ class Housekeeper:
         self._recordings = recordings
         self._writer = writer
         self._suspects: dict[int, set[tuple[int, int]]] = {HOST: set(), DISK: set()}
+        self._studying = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-housekeeper", daemon=True)
         self._thread.start()
@@ -53,11 +55,7 @@ class Housekeeper:
             state.index.expire_pins(state.clock())
             state.retry_condemned()
             state.drop_idle_remote(IDLE_S)
-            study = state.policy.study()
-        if study is not None:
-            study.work()
-            with state.lock:
-                study.adopt()
+        self._study()
         self._recordings.follow_note()
         max_age_s = state.config.max_age_s
         if max_age_s is not None and state.warm:
@@ -70,6 +68,23 @@ class Housekeeper:
                 state.forget_empty_trees()
             if state.disk is not None:
                 state.disk.maintain()
+
+    def _study(self) -> None:
+        """Let the policy think without the lock, one thought at a time."""
+        state = self._state
+        if not self._studying.acquire(blocking=False):
+            return
+        try:
+            with state.lock:
+                study = state.policy.study()
+            if study is not None:
+                began_s = time.thread_time()
+                study.work()
+                with state.lock:
+                    study.adopt()
+                    state.policy.studied(time.thread_time() - began_s)
+        finally:
+            self._studying.release()
 
     def check_accounting(self) -> None:
         """Compare each tier's used slots with the index; raises AssertionError with the numbers.

@@ -100,6 +100,7 @@ METRICS: tuple[Described, ...] = (
             "hit_pages": "Pages that look-ups found, in any tier.",
             "disk_written_bytes": "Bytes of slots written to disk; a hit costs that / hit_pages.",
             "not_admitted_pages": "Pages that left memory, and the disk was not to have them.",
+            "policy_switches": "How often `policy = auto` followed another policy from then on.",
         },
     ),
     *_table(
@@ -119,6 +120,11 @@ METRICS: tuple[Described, ...] = (
             "tier_pages tier": "Pages in it.",
             "tier_up tier": "1 when a tier is all that it should be.",
             "breaker_open tier": "1 while a tier is left alone after errors.",
+            "policy_following policy": "1 for the policy that says what leaves first.",
+            "policy_hit_ratio policy size": (
+                "What a policy would hit at a part of the present size, by `policy = auto`."
+            ),
+            "policy_study_core_ratio": "Part of one core that the policy's thinking takes.",
             "disk_queue_bytes": "Bytes that wait to be written to disk.",
             "staging_used_bytes": "Memory that writers have for pages on their way.",
             "staging_capacity_bytes": "What they may have.",
@@ -270,6 +276,7 @@ def _of_stats(values: _Values, stats: Stats) -> None:
     values.put("build_info", 1, __version__)
     for name in ("warm", "pages", "trees", "index_bytes", "leases", "pinned_pages"):
         values.put(name, getattr(stats, name))
+    _of_policy(values, stats.policy)
     values.put("disk_queue_bytes", stats.dirty_bytes)
     for tier in stats.tiers:
         values.put("tier_capacity_bytes", tier.capacity_bytes, tier.name)
@@ -277,6 +284,15 @@ def _of_stats(values: _Values, stats: Stats) -> None:
         values.put("tier_used_bytes", tier.used_bytes, tier.name)
         values.put("tier_pages", tier.pages, tier.name)
         values.put("tier_up", tier.state == "ok", tier.name)
+
+
+def _of_policy(values: _Values, policy: dict[str, Any]) -> None:
+    values.put("policy_following", 1, policy.get("following", policy["name"]))
+    values.put("policy_switches", policy.get("switches", 0))
+    values.put("policy_study_core_ratio", policy["study_share"])
+    for name, points in policy.get("curves", {}).items():
+        for point in points:
+            values.put("policy_hit_ratio", point["hit_ratio"], name, f"{point['factor']:g}")
 
 
 def _of_service(values: _Values, service: dict[str, Any]) -> None:

@@ -6,9 +6,11 @@ that times of pages from before a restart are positive too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from kvstore.tiers.eviction import Run
+from kvstore.tiers.eviction_auto import AutoPolicy
 from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.tiers.policies import EVEN_TOKENS, make_policy
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 EPOCH_S = 1e9
 # What is remembered of pages that have gone is for so many pages at least.
 PAGES_MIN = 4096
+STUDY_SHARE_MAX = 0.02  # of one core
+_SHARE_WEIGHT = 0.1  # of the last study
 
 
 class PagePolicy:
@@ -39,6 +43,10 @@ class PagePolicy:
     ) -> None:
         """A policy for a store of about so many pages."""
         made = make_policy(name, max(pages, PAGES_MIN), objective, even_tokens)
+        self._auto = made if isinstance(made, AutoPolicy) else None
+        self._objective = objective
+        self._studied = clock()
+        self._share = 0.0  # of one core, that studies took lately
         self._policy = HintedPolicy(made)
         self._clock = clock
         self.hints = 0  # given so far: a ranking from before one is void
@@ -76,6 +84,22 @@ class PagePolicy:
     def study(self) -> Study | None:
         """What the policy has to think about without the lock; see tiers.eviction.Study."""
         return self._policy.study(self._clock() + EPOCH_S)
+
+    def studied(self, core_s: float) -> None:
+        """A study took so much time of a core: shadows that take too much get less to look at."""
+        now = self._clock()
+        took = core_s / max(now - self._studied, 1e-3)
+        self._studied = now
+        self._share += _SHARE_WEIGHT * (took - self._share)
+        if self._auto is not None and self._share > STUDY_SHARE_MAX:
+            self._auto.shadows.use_less()
+            self._share /= 2
+
+    def report(self) -> dict[str, Any]:
+        """What the policy knows, in plain types."""
+        found: dict[str, Any] = {"name": self.name, "objective": self._objective}
+        found["study_share"] = round(self._share, 6)
+        return found | asdict(self._auto.report) if self._auto is not None else found
 
     def scores(self, ids: Ids, tier: int) -> NDArray[np.float64]:
         """What each page is worth to a tier now."""

@@ -46,6 +46,8 @@ class Hits:
     ttft_ratio: float  # of each request's own, on average: by how much the mean one waits less
     evicted: int
     references_per_s: float  # of the whole trace, by the time of one core
+    host_capacity: int = 0  # of memory, where a disk was replayed behind it
+    host_block_ratio: float = 0.0  # hit in memory
 
     def to_dict(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -66,7 +68,10 @@ class Tally:
     def add(self, request: int, hit_blocks: int) -> None:
         self._hits[request] = hit_blocks
 
-    def result(self, policy: str, capacity: int, evicted: int, seconds: float) -> Hits:
+    def result(
+        self, policy: str, capacity: int, evicted: int, seconds: float, host: Hits | None = None
+    ) -> Hits:
+        """The figures; `host`: of memory alone, where a disk was replayed behind it."""
         starts, ends = self._starts[self.first : -1], self._starts[self.first + 1 :]
         hits = self._hits[self.first :]
         references, hit = int((ends - starts).sum()), int(hits.sum())
@@ -90,6 +95,8 @@ class Tally:
             ttft_ratio=ttft / max(1, int(asked.sum())),
             evicted=evicted,
             references_per_s=int(self._starts[-1]) / max(seconds, 1e-9),
+            host_capacity=host.capacity if host else 0,
+            host_block_ratio=host.block_ratio if host else 0.0,
         )
 
     def hits_of(self) -> npt.NDArray[np.int64]:

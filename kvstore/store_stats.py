@@ -46,6 +46,7 @@ class Stats:
     disk_bytes_per_hit: float = 0.0  # written to disk, over pages that hit in any tier
     encryption: str = "off"  # of pages on disk: "off", or "on" and what is not
     service: dict[str, Any] = field(default_factory=dict)  # who is connected, where a server has it
+    policy: dict[str, Any] = field(default_factory=dict)  # what leaves first, and its shadows
     tenants: list[dict[str, Any]] = field(default_factory=list)  # what each has, from a server
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def stats_of(state: StoreState, dirty_bytes: int) -> Stats:
         counters=state.counters.to_dict() | state.ghosts.counts(),
         disk_bytes_per_hit=state.counters.disk_bytes_written / max(1, state.counters.hit_pages),
         encryption=_encryption(state),
+        policy=state.policy.report(),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MARGIN = 0.005  # of hit ratio
 EPOCHS_MIN = 8
 EPOCHS_MAX = 32
-SURE = 3.0
+SURE = 4.0
 
 
 class Contest:

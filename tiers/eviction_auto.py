@@ -73,6 +73,7 @@ class AutoPolicy(Policy):
         self.shadows = ShadowSet(make, names, names[0], cost)
         self.report = AutoReport(names[0])
         self._bits = 0
+        self._left_out = 0
         self._live = 0
         self._full = 0.0
         self._leaving = False
@@ -230,6 +231,10 @@ class AutoPolicy(Policy):
         if self._bits != self.shadows.bits:
             self._bits = self.shadows.bits
             self._sampled &= in_sample(self._hash, self._bits)
+        if len(self.shadows.left_out) > self._left_out:
+            hashes = np.array(list(self.shadows.left_out), np.uint64)
+            self._left_out = len(hashes)
+            self._sampled &= ~np.isin(self._hash, hashes)
         if winner is not None and winner != self._inner.name:
             self._next = self._make(winner, self._pages)
             if isinstance(self._next, CslPolicy):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from kvstore.tiers.eviction import Ids, Keys, Policy, Scores
 
+HOT_PART = 0.05
+HOT_REFERENCES_MIN = 200
 _AHEAD_PART = 64  # as the store does: to make room for one is to make room for some
 
 
@@ -43,9 +45,12 @@ class Asked:
     page_tokens: int
     page_bytes: int
 
-    def part(self, bits: int) -> Asked:
+    def part(self, bits: int, left_out: set[int]) -> Asked:
         """Those that a smaller sample has."""
         mine, above = in_sample(self.keys, bits), in_sample(self.above, bits)
+        if left_out:
+            mine &= np.array([key not in left_out for key in self.keys.tolist()], bool)
+            above &= np.array([key not in left_out for key in self.above.tolist()], bool)
         return Asked(
             self.now,
             self.above[above],
@@ -143,6 +148,8 @@ class Sample:
         self.bits = bits
         self._parent = [NO_BLOCK] * rows
         self._keys = np.zeros(rows, np.uint64)
+        self._asked_of = np.zeros(rows, np.int32)
+        self.left_out: set[int] = set()  # hashes, see leave_out_hot()
         self._row_of: dict[int, int] = {}
         self._holders = [0] * rows
         self._free = list(range(rows - 1, -1, -1))
@@ -157,7 +164,7 @@ class Sample:
 
     def ask(self, asked: Asked, worth: Callable[[Asked], Scores] | None) -> None:
         """Let all shadows answer. Weights are the worth of a page times the pages it stands for."""
-        asked = asked.part(self.bits)
+        asked = asked.part(self.bits, self.left_out)
         if not len(asked.keys):
             return
         each = float(1 << self.bits)
@@ -169,6 +176,7 @@ class Sample:
             if above == NO_BLOCK:
                 return  # nobody has what these hang below: misses that nobody can store
         rows = self._rows(asked.keys.tolist(), above)
+        self._asked_of[rows] += 1
         count, holders, loose = len(rows), self._holders, set(rows.tolist())
         for shadow in self.shadows.values():
             gone, stored = shadow.ask(rows, above, self._keys, asked, weights[:count])
@@ -191,9 +199,28 @@ class Sample:
 
     def thin(self, bits: int, now: float) -> None:
         """A smaller sample from now on: of those that are known, most are forgotten."""
-        rows = np.array(list(self._row_of.values()), np.int32)
-        going = rows[~in_sample(self._keys[rows], bits)]
         self.bits = bits
+        rows = np.array(list(self._row_of.values()), np.int32)
+        self._drop(rows, rows[~in_sample(self._keys[rows], bits)], now)
+
+    def leave_out_hot(self, now: float) -> set[int]:
+        """Look no longer at pages that were more than a HOT_PART of all that was asked for.
+
+        They are hits for anybody, and a look-up that asks for nothing else of the sample is one
+        that costs nothing. Returns all hashes that are left out; counts begin anew.
+        """
+        total = int(self._asked_of.sum())
+        hot = np.flatnonzero(self._asked_of > HOT_PART * total).astype(np.int32)
+        self._asked_of[:] = 0
+        rows = np.array(list(self._row_of.values()), np.int32)
+        hot = hot[np.isin(hot, rows)]
+        if self.bits and total >= HOT_REFERENCES_MIN and len(hot):
+            self.left_out.update(self._keys[hot].tolist())
+            self._drop(rows, hot, now)
+        return self.left_out
+
+    def _drop(self, rows: Ids, going: Ids, now: float) -> None:
+        """Of all rows, forget some; those that hang below them hang below the next above."""
         gone = set(going.tolist())
         for row in set(rows.tolist()) - gone:
             above = self._parent[row]
@@ -248,13 +275,14 @@ class Sample:
 
     def _forget(self, row: int) -> None:
         del self._row_of[int(self._keys[row])]
-        self._holders[row] = 0
+        self._holders[row] = self._asked_of[row] = 0
         self._free.append(row)
 
 
 def mixed(keys: Keys) -> Keys:
-    """A hash of each key: its high bits choose the sample (splitmix64's finalizer)."""
-    found: Keys = keys ^ (keys >> np.uint64(30))
+    """A hash of each key: its high bits choose the sample (splitmix64)."""
+    found: Keys = keys + np.uint64(0x9E3779B97F4A7C15)
+    found ^= found >> np.uint64(30)
     found *= np.uint64(0xBF58476D1CE4E5B9)
     found ^= found >> np.uint64(27)
     found *= np.uint64(0x94D049BB133111EB)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 # By sample: how much smaller it is than the first, in powers of two, and the sizes that it shows.
 SAMPLES = ((0, (0.5, 1.0)), (1, (2.0,)), (2, (4.0,)))
-SHADOW_PAGES = 256
+SHADOW_PAGES = 512
+SHADOW_PAGES_MIN = 32
 ROWS = 8 * SHADOW_PAGES  # of a sample: its shadows do not have the same pages
 EPOCH_REFERENCES = 1000  # sampled ones
 HALF_LIFE_EPOCHS = 200.0  # of the curves
@@ -58,6 +59,7 @@ class ShadowSet:
         self.bits = 0
         self.contest = Contest(names, first)
         self.capacity = 0.0  # pages that the shadows are for; 0: the store is not full yet
+        self.since = 0.0  # when counting began
         self._names = names
         self._cost = cost
 
@@ -71,6 +73,7 @@ class ShadowSet:
         self._hits = {each: 0.0 for sample in self._samples for each in sample.shadows}
         self._seen = [0.0] * len(self._samples)  # references by sample, fading
         self._until_study = STUDY_REQUESTS
+        self._pages_most = SHADOW_PAGES
 
     @property
     def pages(self) -> int:
@@ -104,8 +107,18 @@ class ShadowSet:
                 for sample in self._samples:
                     sample.study(asked.now)
         if self.capacity and self._sampled >= EPOCH_REFERENCES:
-            return self._end_epoch(references)
+            return self._end_epoch(references, now)
         return None
+
+    def use_less(self) -> None:
+        """Look at half as many pages from the next run on, down to SHADOW_PAGES_MIN."""
+        if self._pages_most > SHADOW_PAGES_MIN:
+            self._pages_most //= 2
+
+    @property
+    def left_out(self) -> set[int]:
+        """Hashes of pages that need not be noted, though they are in the sample."""
+        return self._samples[0].left_out
 
     def curves(self) -> dict[str, tuple[Point, ...]]:
         """What each policy would hit at each size; nothing as long as the store is not full."""
@@ -133,7 +146,7 @@ class ShadowSet:
 
     def _fit(self, pages: float, now: float) -> None:
         """Make the samples so small that the present size is within bounds."""
-        bits = min(BITS_MAX, max(0, int(np.ceil(log2(max(pages, 1.0) / SHADOW_PAGES)))))
+        bits = min(BITS_MAX, max(0, int(np.ceil(log2(max(pages, 1.0) / self._pages_most)))))
         if bits <= self.bits:
             return
         self.bits = bits
@@ -145,7 +158,7 @@ class ShadowSet:
 
     def _resize(self, pages: float, references: float, now: float) -> None:
         """The store has another size: what was counted says nothing of it."""
-        self.capacity = pages
+        self.capacity, self.since = pages, now
         for sample in self._samples:
             sample.resize(pages, now)
         self._asked = 0.0
@@ -160,7 +173,7 @@ class ShadowSet:
             for shadow in sample.shadows.values():
                 shadow.hits = 0.0
 
-    def _end_epoch(self, references: float) -> str | None:
+    def _end_epoch(self, references: float, now: float) -> str | None:
         fade = 0.5 ** (1 / HALF_LIFE_EPOCHS)
         self._asked = self._asked * fade + references - self._epoch
         for number, sample in enumerate(self._samples):
@@ -171,4 +184,6 @@ class ShadowSet:
         seen = max(first.references, 1e-9)
         ratios = [first.shadows[name, 1.0].hits / seen for name in self._names]
         self._begin_epoch(references)
+        for sample in self._samples:
+            sample.leave_out_hot(now)
         return self.contest.add(ratios)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DirectoryError, InvalidRequest
+from kvstore.page_policy import PagePolicy
+from kvstore.policy_words import sentences
 from kvstore.simulation import replay
 from kvstore.spec import CacheSpec
 from kvstore.store import Store
@@ -15,6 +17,7 @@ from kvstore.tenants import Quota
 from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction import LruPolicy
 from kvstore.tiers.policies import POLICIES
+from kvstore.tiers.shadow_set import SHADOW_PAGES, SHADOW_PAGES_MIN
 from kvstore.trace import read_trace
 
 PAGE_TOKENS = 4
@@ -197,3 +200,44 @@ def test_what_is_recorded_replays_and_tells_nothing(tmp_path):
     assert not set(first) & {int(key) >> 1 for key in store.state.index.table.key[:20].ravel()}
     with pytest.raises(DirectoryError, match="does not exist yet"):
         Store.open(None, host_bytes="2MiB", record_file=file)
+
+
+@pytest.mark.slow
+def test_auto_tells_in_stats_what_other_sizes_would_hit():
+    with Store.open(None, host_bytes="512KiB", policy="auto") as store:
+        session = store.session(SPEC)
+        for number in range(600):
+            tokens = prompt(number % 45)
+            hits(session, tokens)
+            put(session, tokens)
+            if number % 100 == 99:
+                store._housekeeper.tick()
+        store._housekeeper.tick()
+        policy = store.stats().policy
+        store.check()
+    auto = store.state.policy._auto
+    assert auto is not None
+    auto.shadows.check()
+    assert policy["name"] == "auto"
+    assert policy["capacity_pages"] > 50
+    ratios = {each["factor"]: each["hit_ratio"] for each in policy["curves"]["lru"]}
+    assert ratios[0.5] < 0.1  # a loop of 180 pages, in less than 128
+    assert ratios[2.0] > 0.9
+    said = sentences(policy, "memory")
+    assert any("With twice the memory you would hit" in each for each in said)
+    assert json.dumps(policy)
+
+
+def test_a_study_that_takes_too_much_of_a_core_gets_less_to_look_at():
+    now = [0.0]
+    policy = PagePolicy("auto", 5000, lambda: now[0])
+    shadows = policy._auto.shadows
+    for _ in range(200):
+        now[0] += 1.0
+        policy.studied(0.001)
+    assert shadows._pages_most == SHADOW_PAGES
+    for _ in range(200):
+        now[0] += 1.0
+        policy.studied(0.5)
+    assert shadows._pages_most == SHADOW_PAGES_MIN
+    assert policy.report()["study_share"] > 0.0
