@@ -19,7 +19,7 @@ import numpy as np
 from kvstore.tiers.eviction import NO_PARENT, PAGES_FIRST, Policy, Run, Study, grown
 from kvstore.tiers.eviction_csl import CslPolicy
 from kvstore.tiers.shadow import Asked, in_sample, mixed
-from kvstore.tiers.shadow_set import ShadowSet
+from kvstore.tiers.shadow_set import Counted, ShadowSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,7 @@ EVENTS_MAX = 4096  # that wait for a study; what comes after them is not looked 
 STUDY_EVENTS = 32
 PIECE_ROWS = 1 << 14
 KINDS_MAX = 255
+HOT_USES = 64  # a page that was asked for so often is a hit for anybody
 _FULL_WEIGHT = 0.2  # of a new observation of how many pages the full store has
 _NO_KEYS = np.empty(0, np.uint64)
 
@@ -77,7 +78,7 @@ class AutoPolicy(Policy):
         self._live = 0
         self._full = 0.0
         self._leaving = False
-        self._references = 0.0
+        self._asked = self._hot = 0.0  # by worth, see Counted
         self._skipped = 0
         self._events: list[Asked] = []
         self._open: dict[
@@ -104,7 +105,7 @@ class AutoPolicy(Policy):
         if self._next is not None:
             self._next.insert(pages, keys, run, now)
             self._known[pages] = True
-        self._count(pages, run)
+        self._count(pages)
         self._note(pages, now, self._open.pop(int(run.parents[0]), None))
 
     def restore(self, pages: Ids, keys: Keys, run: Run, last: Scores) -> None:
@@ -120,10 +121,7 @@ class AutoPolicy(Policy):
         uses = self._uses[pages]
         self._uses[pages] = uses + (uses < 255)
         self._last[pages] = now
-        if self._cost.objective == "hits":
-            self._references += len(pages)
-        else:
-            self._count(pages, self._run_of(pages))
+        self._count(pages)
         self._note(pages, now, None)
 
     def scores(self, pages: Ids, now: float, tier: int = 0) -> Scores:
@@ -175,16 +173,18 @@ class AutoPolicy(Policy):
         self._kind[pages] = min(kind, KINDS_MAX)
         self._live += len(pages)
 
-    def _count(self, pages: Ids, run: Run) -> None:
-        """Pages were asked for."""
-        worth = len(pages) if self._cost.objective == "hits" else self._cost.of(run).sum()
-        self._references += float(worth)
-
-    def _run_of(self, pages: Ids) -> Run:
-        """How pages came, all of one kind."""
+    def _count(self, pages: Ids) -> None:
+        """Pages of one chain were asked for."""
+        hot = self._uses[pages] >= HOT_USES
+        if self._cost.objective == "hits":
+            self._asked += len(pages)
+            self._hot += int(hot.sum())
+            return
         tokens, size = self._kind_of(int(self._kind[pages[0]]))
-        end = int(self._depth[pages[-1]]) + 1
-        return Run(self._depth[pages], self._parent[pages], tokens, end * tokens, size)
+        run = Run(self._depth[pages], self._parent[pages], tokens, 0, size)
+        worth = self._cost.of(run)
+        self._asked += float(worth.sum())
+        self._hot += float(worth[hot].sum())
 
     def _kind_of(self, number: int) -> tuple[int, int]:
         return list(self._kinds)[number]
@@ -200,19 +200,21 @@ class AutoPolicy(Policy):
             self._open[last] = -1 if place is None else place
             return
         end, keys, depths = int(self._depth[last]) + 1, self._hash[chosen], self._depth[chosen]
+        hot = self._uses[chosen] >= HOT_USES
         if place is not None and place >= 0:
             asked = self._events[place]
             self._events[place] = replace(
                 asked,
                 keys=np.concatenate([asked.keys, keys]),
                 depths=np.concatenate([asked.depths, depths]),
+                hot=np.concatenate([asked.hot, hot]),
                 end_depth=end,
             )
         else:
             above = _NO_KEYS if place == -1 else self._above(int(self._parent[pages[0]]))
             tokens, size = self._kind_of(int(self._kind[last]))
             place = len(self._events)
-            self._events.append(Asked(now, above, keys, depths, end, tokens, size))
+            self._events.append(Asked(now, above, keys, depths, end, tokens, size, hot))
         self._open[last] = place
 
     def _above(self, page: int) -> Keys:
@@ -271,7 +273,7 @@ class _AutoStudy(Study):
         self._auto = auto
         self._events = events
         self._others = others
-        self._size = auto._references, auto._live, auto._full
+        self._size = Counted(auto._asked, auto._hot), auto._live, auto._full
         self._winner: str | None = None
 
     def work(self) -> None:

@@ -44,6 +44,7 @@ class Asked:
     end_depth: int  # pages of the chain until its end, sampled or not
     page_tokens: int
     page_bytes: int
+    hot: npt.NDArray[np.bool_]  # asked for so often that somebody else counts them
 
     def part(self, bits: int, left_out: set[int]) -> Asked:
         """Those that a smaller sample has."""
@@ -59,6 +60,7 @@ class Asked:
             self.end_depth,
             self.page_tokens,
             self.page_bytes,
+            self.hot[mine],
         )
 
 
@@ -168,7 +170,9 @@ class Sample:
         if not len(asked.keys):
             return
         each = float(1 << self.bits)
-        weights = each * worth(asked) if worth is not None else np.full(len(asked.keys), each)
+        weights = np.where(asked.hot, 0.0, each)
+        if worth is not None:
+            weights *= worth(asked)
         self.references += float(weights.sum())
         above = NO_BLOCK
         if len(asked.above):

@@ -1,9 +1,10 @@
 """The shadows of `auto`: all policies at all sizes, on small samples, and how well they do.
 
 Works on what was asked for, in batches and in order, without anybody's lock. Larger sizes have
-smaller samples, so no shadow has more than SHADOW_PAGES, whatever the store has. Hit ratios are
-corrected by how many references the sample should have had ("SHARDS-adj"): whether the few pages
-that everybody asks for are in the sample or not is luck, and they are hits at any size.
+smaller samples, so no shadow has more than SHADOW_PAGES, whatever the store has. Whether the few
+pages that everybody asks for are in a sample or not is luck, so they are counted exactly, by the
+store, as hits at any size; the sample speaks for the others. ("SHARDS-adj" takes all that a sample
+has too much of for hits: that was off by 9 points where long documents are asked about.)
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ STUDY_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """How much a store was asked for, by worth."""
+
+    all: float = 0.0
+    hot: float = 0.0  # of that, pages that are asked for all the time
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """What a policy would hit at one size."""
 
@@ -67,9 +76,9 @@ class ShadowSet:
             return make(name, SHADOW_PAGES)
 
         self._samples = [Sample(small, names, sizes, ROWS, less) for less, sizes in SAMPLES]
-        self._epoch = 0.0  # references of the store when it began
+        self._epoch = Counted()  # of the store when it began
         self._sampled = 0
-        self._asked = 0.0  # by the store since then, as far as counted, fading
+        self._asked = self._hot = 0.0  # of the store, as far as counted here, fading
         self._hits = {each: 0.0 for sample in self._samples for each in sample.shadows}
         self._seen = [0.0] * len(self._samples)  # references by sample, fading
         self._until_study = STUDY_REQUESTS
@@ -84,30 +93,30 @@ class ShadowSet:
         """One of them."""
         return next(s.shadows[name, factor] for s in self._samples if (name, factor) in s.shadows)
 
-    def run(self, events: Sequence[Asked], references: float, live: int, full: float) -> str | None:
+    def run(self, events: Sequence[Asked], asked: Counted, live: int, full: float) -> str | None:
         """Answer what was asked for; the policy to follow from now on, if that changes.
 
-        references: how much the store was asked for since its beginning, by worth. live, full:
-        pages that it has, and has when it is full, 0 as long as nobody knows.
+        asked: of the store since its beginning. live, full: pages that it has, and has when it is
+        full, 0 as long as nobody knows.
         """
         if not events:
             return None
         now = events[-1].now
         self._fit(max(live, full), now)
         if full and abs(full - self.capacity) > CAPACITY_CHANGE * self.capacity:
-            self._resize(full, references, now)
+            self._resize(full, asked, now)
         worth = self._worth if self._cost.objective != "hits" else None
-        for asked in events:
-            self._sampled += len(asked.keys)
+        for event in events:
+            self._sampled += len(event.keys)
             for sample in self._samples:
-                sample.ask(asked, worth)
+                sample.ask(event, worth)
             self._until_study -= 1
             if self._until_study <= 0:
                 self._until_study = STUDY_REQUESTS
                 for sample in self._samples:
-                    sample.study(asked.now)
+                    sample.study(event.now)
         if self.capacity and self._sampled >= EPOCH_REFERENCES:
-            return self._end_epoch(references, now)
+            return self._end_epoch(asked, now)
         return None
 
     def use_less(self) -> None:
@@ -122,14 +131,13 @@ class ShadowSet:
 
     def curves(self) -> dict[str, tuple[Point, ...]]:
         """What each policy would hit at each size; nothing as long as the store is not full."""
-        if not self._asked:
+        if not self._asked or not all(self._seen):
             return {}
         found: dict[str, list[Point]] = {name: [] for name in self._names}
         for sample, seen in zip(self._samples, self._seen, strict=True):
             for name, factor in sample.shadows:
-                # What the sample has too much of, or lacks, is what is asked for all the time.
-                hits = self._hits[name, factor] + self._asked - seen
-                ratio = min(max(hits / self._asked, 0.0), 1.0)
+                hot = self._hot / self._asked
+                ratio = hot + (1.0 - hot) * self._hits[name, factor] / seen
                 found[name].append(Point(factor, round(self.capacity * factor), ratio))
         return {name: tuple(points) for name, points in found.items()}
 
@@ -156,26 +164,27 @@ class ShadowSet:
             for sample in self._samples:
                 sample.resize(self.capacity, now)
 
-    def _resize(self, pages: float, references: float, now: float) -> None:
+    def _resize(self, pages: float, asked: Counted, now: float) -> None:
         """The store has another size: what was counted says nothing of it."""
         self.capacity, self.since = pages, now
         for sample in self._samples:
             sample.resize(pages, now)
-        self._asked = 0.0
+        self._asked = self._hot = 0.0
         self._hits = dict.fromkeys(self._hits, 0.0)
         self._seen = [0.0] * len(self._samples)
-        self._begin_epoch(references)
+        self._begin_epoch(asked)
 
-    def _begin_epoch(self, references: float) -> None:
-        self._epoch, self._sampled = references, 0
+    def _begin_epoch(self, asked: Counted) -> None:
+        self._epoch, self._sampled = asked, 0
         for sample in self._samples:
             sample.references = 0.0
             for shadow in sample.shadows.values():
                 shadow.hits = 0.0
 
-    def _end_epoch(self, references: float, now: float) -> str | None:
+    def _end_epoch(self, asked: Counted, now: float) -> str | None:
         fade = 0.5 ** (1 / HALF_LIFE_EPOCHS)
-        self._asked = self._asked * fade + references - self._epoch
+        self._asked = self._asked * fade + asked.all - self._epoch.all
+        self._hot = self._hot * fade + asked.hot - self._epoch.hot
         for number, sample in enumerate(self._samples):
             self._seen[number] = self._seen[number] * fade + sample.references
             for each, shadow in sample.shadows.items():
@@ -183,7 +192,7 @@ class ShadowSet:
         first = self._samples[0]
         seen = max(first.references, 1e-9)
         ratios = [first.shadows[name, 1.0].hits / seen for name in self._names]
-        self._begin_epoch(references)
+        self._begin_epoch(asked)
         for sample in self._samples:
             sample.leave_out_hot(now)
         return self.contest.add(ratios)
