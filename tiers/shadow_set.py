@@ -83,6 +83,7 @@ class ShadowSet:
         self._seen = [0.0] * len(self._samples)  # references by sample, fading
         self._until_study = STUDY_REQUESTS
         self._pages_most = SHADOW_PAGES
+        self._epoch_references = EPOCH_REFERENCES
 
     @property
     def pages(self) -> int:
@@ -115,7 +116,7 @@ class ShadowSet:
                 self._until_study = STUDY_REQUESTS
                 for sample in self._samples:
                     sample.study(event.now)
-        if self.capacity and self._sampled >= EPOCH_REFERENCES:
+        if self.capacity and self._sampled >= self._epoch_references:
             return self._end_epoch(asked, now)
         return None
 

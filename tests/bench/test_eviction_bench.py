@@ -42,3 +42,57 @@ def test_the_real_store_hits_what_the_simulator_says(trace):
     ]["lru"]
     assert abs(found["off"]) <= 0.005
     assert found["evicted"] > 100
+
+
+def run_bench(name, *arguments):
+    command = [sys.executable, str(BENCH / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["agents", "private", "subagents", "fan-out"])
+def test_csl_loses_nothing_to_lru_on_agent_sessions(workload):
+    """Policies that protect what was used often lose there: such pages are about to be useless."""
+    found = json.loads(
+        run_bench(
+            "eviction.py",
+            *("--workload", workload, "--requests", "1200", "--capacity", "5%,10%"),
+            *("--policy", "lru", "--policy", "csl", "--json"),
+        )
+    )["block"]
+    for lru, csl in zip(found["lru"], found["csl"], strict=True):
+        assert csl >= lru - 0.003
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["scan", "loop", "documents", "chats"])
+def test_csl_is_at_least_lru_on_scans_loops_and_documents(workload):
+    found = json.loads(
+        run_bench(
+            "eviction.py",
+            *("--workload", workload, "--requests", "700", "--capacity", "10%"),
+            *("--policy", "lru", "--policy", "csl", "--json"),
+        )
+    )["block"]
+    for lru, csl in zip(found["lru"], found["csl"], strict=True):
+        assert csl >= lru - 0.003
+
+
+def test_a_workload_is_the_same_for_the_same_seed():
+    lines = run_bench("workloads.py", "subagents", "--requests", "40").splitlines()
+    assert lines == run_bench("workloads.py", "subagents", "--requests", "40").splitlines()
+    assert (
+        lines
+        != run_bench("workloads.py", "subagents", "--requests", "40", "--seed", "2").splitlines()
+    )
+    assert json.loads(lines[0])["hash_ids"]
+
+
+@pytest.mark.slow
+def test_the_benches_of_auto_and_of_what_a_policy_costs_run():
+    found = bench("shadow.py", "--workload", "loop", "--capacity", "10%")["results"][0]
+    assert found["error_max"] < 0.25
+    assert found["shadow_us_per_reference"] > 0.0
+    cost = bench("policy_cost.py", "--lookups", "50")["policies"]
+    assert all(0 < each["policy_us_p50"] < each["lookup_us_p50"] for each in cost.values())
