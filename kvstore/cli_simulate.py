@@ -93,22 +93,7 @@ def simulate(
 ) -> None:
     """Replay a trace of requests; say what caches of these sizes and policies would have hit."""
     names = policy or ["lru", "csl", BOUND]
-    for name in names:
-        if name not in (*POLICIES, BOUND):
-            raise InvalidRequest(
-                f"--policy: {name!r} given; one of {', '.join((*POLICIES, BOUND))}"
-            )
-    if objective not in OBJECTIVES:
-        raise InvalidRequest(f"--objective: {objective!r} given; one of {', '.join(OBJECTIVES)}")
-    if host_policy is not None and (host_capacity is None or host_policy not in POLICIES):
-        raise InvalidRequest(
-            f"--host-policy: {host_policy!r} given; one of {', '.join(POLICIES)}, with "
-            "--host-capacity"
-        )
-    if host_capacity is not None and (real_index or lookahead or BOUND in names):
-        raise InvalidRequest(
-            "--host-capacity: not with --real-index, --lookahead or --policy belady; name policies"
-        )
+    _refuse(names, objective, host_policy, host_capacity, real_index or lookahead > 0)
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise InvalidRequest(f"--plot: {plot} given; a name in .svg or .png is needed")
     if disk is not None:
@@ -162,6 +147,32 @@ def _simulate_disk(
 
         results = simulate_writes(found, policies, sizes, disks, write_policies, admissions, tell)
     show_writes(found, results, as_json=as_json)
+
+
+def _refuse(
+    names: list[str],
+    objective: str,
+    host_policy: str | None,
+    host_capacity: str | None,
+    one_tier_only: bool,
+) -> None:
+    """What makes no sense, or not together."""
+    for name in names:
+        if name not in (*POLICIES, BOUND):
+            raise InvalidRequest(
+                f"--policy: {name!r} given; one of {', '.join((*POLICIES, BOUND))}"
+            )
+    if objective not in OBJECTIVES:
+        raise InvalidRequest(f"--objective: {objective!r} given; one of {', '.join(OBJECTIVES)}")
+    if host_policy is not None and (host_capacity is None or host_policy not in POLICIES):
+        raise InvalidRequest(
+            f"--host-policy: {host_policy!r} given; one of {', '.join(POLICIES)}, with "
+            "--host-capacity"
+        )
+    if host_capacity is not None and (one_tier_only or BOUND in names):
+        raise InvalidRequest(
+            "--host-capacity: not with --real-index, --lookahead or --policy belady; name policies"
+        )
 
 
 def _tell(progress: Progress, task: TaskID, before: int, at: int) -> None:

@@ -37,11 +37,12 @@ def trace_of(paths):
     return builder.done()
 
 
-def looping(documents: int, rounds: int):
-    """The same documents in the same order again and again."""
-    builder = TraceBuilder("loop")
-    for number in range(documents * rounds):
-        first = 100 * (number % documents)
+def returning(requests: int):
+    """Ten documents that are asked about again and again, later than least recently used waits,
+    among others that nobody asks about twice."""
+    builder = TraceBuilder("returning")
+    for number in range(requests):
+        first = 1000 * (number // 3 % 10) if number % 3 == 0 else 100_000 + 10 * number
         builder.add({"timestamp": 500 * number, "hash_ids": list(range(first, first + 6))})
     return builder.done()
 
@@ -120,7 +121,7 @@ def auto_from(first, pages):
 
 @pytest.mark.slow
 def test_auto_leaves_lru_where_another_is_better_and_then_hits_what_that_one_hits():
-    trace = looping(50, 60)
+    trace = returning(2400)
     auto = auto_from("lru", 130)
     auto.shadows._pages_most, auto.shadows._epoch_references = 64, 150
     found = replay(trace, auto, 130)
@@ -129,7 +130,8 @@ def test_auto_leaves_lru_where_another_is_better_and_then_hits_what_that_one_hit
     assert replay(trace, make_policy("lru", 130), 130).block_ratio == 0.0
     assert auto.following != "lru"
     assert auto.report.switches <= 2
-    assert found.block_ratio >= 0.3 * best > 0.05
+    assert best > 0.3
+    assert found.block_ratio >= 0.5 * best
 
 
 @pytest.mark.slow
