@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from kvstore.tiers.eviction_auto import AutoPolicy
 from kvstore.tiers.page_cost import PageCost
 from kvstore.tiers.policies import CANDIDATES, make_policy
 from kvstore.tiers.shadow import Asked, Sample, mixed
-from kvstore.trace import TraceBuilder
+from kvstore.trace import TraceBuilder, read_trace
+
+TRACES = os.environ.get("TEST_TRACES", "")
 
 NAMES = ("lru", "arc", "gdsf")  # csl learns at other times here than in a replay
 
@@ -180,3 +184,32 @@ def test_work_of_a_study_changes_no_score_and_adopting_it_does():
     assert policy.scores(pages, 1e6 + 5).tolist() == before
     study.adopt()
     assert policy.scores(pages, 1e6 + 5).tolist() != before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not TRACES, reason="NO TRACES: TEST_TRACES names no folder of them")
+@pytest.mark.parametrize(("name", "part"), [("conversation", 5), ("synthetic", 10)])
+def test_curves_of_published_traces_are_as_near_as_the_readme_says(name, part):
+    trace = read_trace(Path(TRACES) / f"{name}_trace.jsonl")
+    size = trace.unique * part // 100
+    auto = make_policy("auto", size)
+    assert isinstance(auto, AutoPolicy)
+    replay(trace, auto, size, ahead_part=64)
+    assert auto.report.switches == 0
+    errors = []
+    for point in (each for points in auto.report.curves.values() for each in points):
+        assert point.pages == pytest.approx(size * point.factor, rel=0.1)
+    for policy, points in auto.report.curves.items():
+        for point in points:
+            pages = round(size * point.factor)
+            exact = replay(
+                trace,
+                make_policy(policy, pages),
+                pages,
+                warmup_s=auto.shadows.since - 1.0,
+                ahead_part=64,
+            )
+            errors.append(abs(point.hit_ratio - exact.block_ratio))
+    assert max(errors) <= 0.055
+    assert sum(errors) / len(errors) <= 0.03
