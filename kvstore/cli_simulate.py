@@ -20,8 +20,8 @@ from kvstore.plot import line_chart
 from kvstore.quantity import parse_duration
 from kvstore.simulation import replay
 from kvstore.simulation_index import replay_index
-from kvstore.tiers.admission import ADMISSIONS
 from kvstore.simulation_tiers import replay_tiers
+from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction_hints import HintedPolicy
 from kvstore.tiers.policies import EVEN_TOKENS, OBJECTIVES, POLICIES, make_policy
 from kvstore.trace import read_trace

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.simulated_tree import SimulatedTree
 from kvstore.simulation import PROGRESS_REQUESTS
 from kvstore.tiers.admission import make_admission
+from kvstore.tiers.eviction import Run, study_at_once
+from kvstore.tiers.leaf_tree import LeafTree
 from kvstore.trace import NO_BLOCK
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class WritesReplay:
             admission = "second-touch"
         self.trace = trace
         self.policy = policy
-        self.trees = SimulatedTree(trace, policy, HOST), SimulatedTree(trace, policy, DISK)
+        parent = trace.parent.tolist()
+        self.trees = LeafTree(parent, policy, HOST), LeafTree(parent, policy, DISK)
         self.sizes = capacity, disk
         self.hits = self.hits_disk = self.written = 0
         self._write_policy = write_policy
@@ -97,12 +99,15 @@ class WritesReplay:
             self._write(self._admitted(found), now)
         if len(missing):
             self._uses[missing] = 0
-            self.policy.insert(missing, self._keys[missing], hit, self.trace.block_tokens, now)
+            above = int(path[hit - 1]) if hit else NO_BLOCK
+            run = Run.of(missing, above, hit, self.trace.block_tokens)
+            self.policy.insert(missing, self._keys[missing], run, now)
             self._admission.seen(self._keys[missing])
             came = self._enter(HOST, missing, now)
             self._forget(missing[came:], now)
             if self._write_policy == "through":
                 self._write(self._admitted(missing[:came]), now)
+        study_at_once(self.policy, now)
         return hit
 
     def _admitted(self, blocks: Ids) -> Ids:

@@ -131,6 +131,7 @@ def test_every_listing_has_the_shape_that_its_schema_says(folder: str) -> None:
         *("directory", "warm", "pages", "nodes", "index_bytes", "trees", "leases", "tiers"),
         *("pinned_pages", "dirty_bytes", "counters", "encryption", "service", "tenants"),
         "disk_bytes_per_hit",
+        "policy",
     }
     assert shape(run_json("evict", folder, "--all")) == EVICTION
     assert shape(run_json("flush", folder)) == {"done": BOOL}

@@ -206,7 +206,7 @@ def test_what_is_recorded_replays_and_tells_nothing(tmp_path):
 def test_auto_tells_in_stats_what_other_sizes_would_hit():
     with Store.open(None, host_bytes="512KiB", policy="auto") as store:
         session = store.session(SPEC)
-        for number in range(600):
+        for number in range(1200):
             tokens = prompt(number % 45)
             hits(session, tokens)
             put(session, tokens)
