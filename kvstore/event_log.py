@@ -1,16 +1,18 @@
 """What pages were stored and removed lately, in order, for whoever watches: one log a store.
 
-It begins with the first watcher; until then nothing is recorded. Each tenant has a journal of its
-own, with its own numbers, so that neither gaps nor "lost" tell one about another. A journal holds
-its last EVENTS_MAX events: a watcher that falls behind them is told so by an event "lost", and has
-to ask anew. Numbers begin anew with each store, far from earlier ones, which therefore are "lost".
+Each tenant has a journal of its own, with its own numbers, so that neither gaps nor "lost" tell one
+about another; it begins with its first watcher. A journal holds its last EVENTS_MAX events: a watcher
+that falls behind them is told so by an event "lost", and has to ask anew. Numbers begin anew with
+each store, far from earlier ones, which therefore are "lost". Recording is on the way of a request,
+so what is cheap there is kept, and events are made of it when somebody reads.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.state import TIER_NAMES
@@ -44,20 +46,24 @@ class PageEvent:
 
 @dataclass(slots=True)
 class _Journal:
-    """The last events of one tenant, or of all of them."""
+    """The last events of one tenant, or of all of them, the last one with the number `last`."""
 
     last: int
-    events: deque[PageEvent] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
+    # Tenant, kind, medium and keys of each.
+    events: deque[tuple[str, str, str, bytes]] = field(
+        default_factory=lambda: deque(maxlen=EVENTS_MAX)
+    )
 
-    def add(self, event: PageEvent) -> None:
+    def add(self, event: tuple[str, str, str, bytes]) -> None:
         self.last += 1
-        self.events.append(replace(event, sequence=self.last))
+        self.events.append(event)
 
     def after(self, sequence: int) -> list[PageEvent]:
-        oldest = self.events[0].sequence if self.events else self.last + 1
-        if not oldest - 1 <= sequence <= self.last:
+        before = self.last - len(self.events)
+        if not before <= sequence <= self.last:
             return [PageEvent(self.last, "", "lost", "", b"")]
-        return [self.events[at] for at in range(sequence - (oldest - 1), len(self.events))]
+        late = islice(self.events, sequence - before, None)
+        return [PageEvent(number, *each) for number, each in enumerate(late, sequence + 1)]
 
 
 class EventLog:
@@ -67,7 +73,7 @@ class EventLog:
         self._state = state
         self._changed = threading.Condition()
         self._first = int(state.wall_clock() * 1000) << MS_BITS
-        self._all = _Journal(self._first)
+        self._all: _Journal | None = None
         self._by_tenant: dict[str, _Journal] = {}
         self._listeners: list[Callable[[NDArray[np.int32], int, bool], None]] = []
 
@@ -113,6 +119,8 @@ class EventLog:
 
     def _journal(self, tenant: str | None) -> _Journal:
         if tenant is None:
+            if self._all is None:
+                self._all = _Journal(self._first)
             return self._all
         return self._by_tenant.setdefault(tenant, _Journal(self._first))
 
@@ -122,17 +130,15 @@ class EventLog:
 
     def _record(self, pages: NDArray[np.int32], tier: int, is_stored: bool) -> None:
         """Called by the index, under the store's lock, with pages that are still in its table."""
-        state = self._state
-        by_tenant: dict[str, list[int]] = {}
-        for page in pages.tolist():
-            tenant = state.trees[state.index.root_of(page)].tenant
-            by_tenant.setdefault(tenant, []).append(page)
-        kind, medium = "stored" if is_stored else "removed", TIER_NAMES[tier]
+        state, medium = self._state, TIER_NAMES[tier]
+        kind = "stored" if is_stored else "removed"
         with self._changed:
-            for tenant, mine in by_tenant.items():
-                for start in range(0, len(mine), PAGES_MAX):
-                    keys = state.index.table.key[mine[start : start + PAGES_MAX]].tobytes()
-                    event = PageEvent(0, tenant, kind, medium, keys)
-                    self._all.add(event)
-                    self._journal(tenant).add(event)
+            for root, ids in state.index.by_root(pages):
+                tenant = state.trees[root].tenant
+                journals = [self._all, self._by_tenant.get(tenant)]
+                for start in range(0, len(ids), PAGES_MAX):
+                    keys = state.index.table.key[ids[start : start + PAGES_MAX]].tobytes()
+                    for journal in journals:
+                        if journal is not None:
+                            journal.add((tenant, kind, medium, keys))
             self._changed.notify_all()

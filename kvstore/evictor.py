@@ -349,7 +349,9 @@ class Evictor:
             victims = state.index.victims(tier, order, state.clock())
             if len(victims):
                 return victims
-        ranked = self._rank(tier, roots, self.batch(wanted))
+        # Whole pieces: what is left over would leave as a piece of its own, at the same price.
+        pieces = -(-self.batch(wanted) // wanted) if wanted else 0
+        ranked = self._rank(tier, roots, pieces * wanted)
         if len(ranked) > wanted:
             if len(self._plans) >= PLANS_MAX:
                 self._plans.clear()

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GHOSTS_MAX = 1 << 16
-WAYS = 8
+WAYS = 8  # a power of two
 STEP_PAGES = 256
 KEY_BYTES = 16
+_PLACE = np.dtype((np.void, 24))
 
 
 class Left(IntEnum):
@@ -67,14 +68,18 @@ class GhostList:
     """
 
     def __init__(self, ghosts_max: int = GHOSTS_MAX) -> None:
-        """Room for `ghosts_max` pages, a power of two of at least WAYS; 24 bytes each."""
+        """Room for `ghosts_max` pages, a power of two of at least WAYS; 32 bytes each."""
         rows = ghosts_max // WAYS
         if rows < 1 or rows & (rows - 1) or rows * WAYS != ghosts_max:
             raise ValueError(f"ghosts_max {ghosts_max}: a power of two >= {WAYS} is needed")
-        self._mask = rows - 1
+        self._mask = np.array([rows - 1])
         self._places = np.zeros((rows * WAYS, 3), np.int64)
         self._rows = self._places.reshape(rows, WAYS, 3)
-        self._next = np.zeros(rows, np.int64)
+        self._whole = self._places.view(_PLACE)[:, 0]  # a copy of one item each, not of three
+        # The place of each row that is taken next, and the one after each place.
+        self._next = np.arange(0, rows * WAYS, WAYS)
+        self._after = np.arange(1, rows * WAYS + 1)
+        self._after[WAYS - 1 :: WAYS] -= WAYS
         # Pages by reason: that left, and that were stored again while still known here.
         self.left = np.zeros(len(Left) + 1, np.int64)
         self.missed = np.zeros(len(Left) + 1, np.int64)
@@ -96,13 +101,12 @@ class GhostList:
         for start in range(0, len(words), STEP_PAGES):
             step = words[start : start + STEP_PAGES]
             rows = step[:, 0] & self._mask
-            ways = self._next[rows]
+            places = self._next[rows]
             made = np.empty((len(step), 3), np.int64)
             made[:, :2] = step
-            made[:, 2] = tiers[start : start + STEP_PAGES]
-            made[:, 2] |= about
-            self._places[rows * WAYS + ways] = made
-            self._next[rows] = (ways + 1) % WAYS
+            np.bitwise_or(tiers[start : start + STEP_PAGES], about, out=made[:, 2], dtype=np.int64)
+            self._whole[places] = made.view(_PLACE)[:, 0]
+            self._next[rows] = self._after[places]
 
     def find(self, keys: bytes) -> list[Ghost | None]:
         """What is known of each of these keys, KEY_BYTES each."""
@@ -134,6 +138,7 @@ class GhostList:
         places = np.flatnonzero(self._places[:, 2])
         found = self._places[places]
         assert ((found[:, 0] & self._mask) == places // WAYS).all(), "a key in a wrong row"
+        assert (self._next // WAYS == np.arange(len(self._next))).all(), "a row goes on in another"
         unknown = set((found[:, 2] >> 4 & 15).tolist()) - set(map(int, Left))
         assert not unknown, f"unknown reasons {unknown}"
 
