@@ -47,8 +47,9 @@ from kvstore.cli_top import top
 from kvstore.cli_transfer import export, import_file
 from kvstore.cli_tree import tree
 from kvstore.cli_verify import verify
+from kvstore.cli_warm import warm
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.inspection import SORTS
+from kvstore.inspection import SORTS, TIERS_LISTED
 from kvstore.quantity import parse_duration
 from kvstore.removal import Selection
 
@@ -68,6 +69,7 @@ app.command()(simulate)
 app.command()(dashboard)
 app.command()(doctor)
 app.command()(size)
+app.command()(warm)
 for each in (explain, tree, pin, unpin, quota, record, top, verify, export):
     app.command()(on_store(each))
 app.command("import")(on_store(import_file))
@@ -93,13 +95,24 @@ def _global(
 
 @app.command()
 @on_store
-def ls(store: Place, json: Json = False, limit: Limit = 50, sort: Sort = "size") -> None:
+def ls(
+    store: Place,
+    limit: Limit = 50,
+    sort: Sort = "size",
+    tier: Annotated[
+        str | None,
+        typer.Option(help="Only chains with pages there: host or disk.", metavar="TIER"),
+    ] = None,
+    json: Json = False,
+) -> None:
     """List namespaces and the chains in them."""
     if sort not in SORTS:
         raise typer.BadParameter(f"{sort!r} given; one of {', '.join(SORTS)}", param_hint="--sort")
+    if tier is not None and tier not in TIERS_LISTED:
+        raise typer.BadParameter(f"{tier!r} given; one of host, disk", param_hint="--tier")
     with store.opened() as opened:
         spaces = opened.namespaces()
-        chains, total = opened.chains(limit=limit, sort=sort)
+        chains, total = opened.chains(limit=limit, sort=sort, tier=tier)
     output.show_listing(spaces, chains, total, as_json=json)
 
 
@@ -143,6 +156,13 @@ def evict(
     older_than: Annotated[
         str | None, typer.Option(help="Only what was stored longer ago: 90s, 10m, 2h, 7d.")
     ] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Only from there: host or disk. Pages that are nowhere else are gone.",
+            metavar="TIER",
+        ),
+    ] = None,
     tokens: Tokens = None,
     tokens_file: TokensFile = None,
     text: Text = None,
@@ -158,7 +178,7 @@ def evict(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
-    """Evict chains by prefix, namespace, tenant, writer or age.
+    """Evict chains by prefix, namespace, tenant, writer, age or tier.
 
     A dry run when more than one chain would go, unless --yes is given.
     """
@@ -179,6 +199,7 @@ def evict(
             writer=writer,
             older_than_s=older_than_s,
             everything=everything,
+            tier=tier,
         )
         evict_now = functools.partial(
             opened.evict, selection, include_pinned=include_pinned, erase_key=erase_key

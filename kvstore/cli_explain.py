@@ -15,6 +15,7 @@ from kvstore.cli_options import (
     Extras,
     Json,
     Namespace,
+    Salt,
     Tenant,
     Text,
     TextFile,
@@ -49,6 +50,7 @@ def explain(
         Path | None, typer.Option(help="A file with the spec, as JSON, instead of --namespace.")
     ] = None,
     tenant: Tenant = None,
+    salt: Salt = None,
     all_tenants: AllTenants = True,
     json: Json = False,
 ) -> None:
@@ -75,6 +77,7 @@ def explain(
             namespace=space,
             tenant=tenant,
             extras=more,
+            salt=prompt.read_salt(salt),
             spec_json=meant.to_json() if meant is not None else None,
             all_tenants=all_tenants,
         )

@@ -11,7 +11,17 @@ from kvstore.wire import CHAINS_MAX
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 Limit = Annotated[int, typer.Option(min=1, max=CHAINS_MAX, help="How many rows at most.")]
-Sort = Annotated[str, typer.Option(help="size, age, idle or hits.")]
+Sort = Annotated[
+    str,
+    typer.Option(help="size, age, idle, hits, or host or disk: pages there.", metavar="ORDER"),
+]
+Salt = Annotated[
+    str | None,
+    typer.Option(
+        help="The salt that the prompt came with (vLLM: cache_salt); hex:DIGITS for bytes.",
+        metavar="TEXT",
+    ),
+]
 Namespace = Annotated[
     str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
 ]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.store_stats import Stats
 
 CHAIN_ID_DIGITS = 16
+PIPE_COLUMNS = 1 << 16  # what reads lines from a pipe wants a sentence to be one
 _REDIS_COUNTERS = ("pages_written", "pages_present", "dropped", "pages_read")
 
 
@@ -173,6 +174,8 @@ def show_eviction(done: Eviction, *, as_json: bool) -> None:
             out.print(f"{done.redis_pages} of them were deleted in Redis too.")
     if kept:
         out.print(f"{done.kept_leased} pages stay (in use), {done.kept_pinned} (pinned).")
+    if done.kept_above:
+        out.print(f"{done.kept_above} pages stay: pages below them are in the other tier.")
 
 
 def right(*names: str) -> tuple[str, ...]:
@@ -185,9 +188,9 @@ _RIGHT_CHAINS = right("pages", "tokens", "size", "in host", "on disk", "hits", "
 
 
 def console() -> Console:
-    """Colours and width as the terminal has them; plain and wide into a pipe."""
+    """Colours and width as the terminal has them; plain and never broken into a pipe."""
     made = Console(highlight=False, markup=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, width=160)
+    return made if made.is_terminal else Console(highlight=False, markup=False, width=PIPE_COLUMNS)
 
 
 def table_of(*columns: str) -> Table:

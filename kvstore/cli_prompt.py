@@ -61,6 +61,16 @@ def read_extras(given: str | None) -> dict[int, bytes] | None:
         ) from exc
 
 
+def read_salt(given: str | None) -> bytes:
+    """The bytes of a salt: its UTF-8, or what follows "hex:"; none for None."""
+    if given is None or not given.startswith("hex:"):
+        return (given or "").encode()
+    try:
+        return bytes.fromhex(given.removeprefix("hex:"))
+    except ValueError as exc:
+        raise InvalidRequest("--salt: after hex: an even number of hex digits is needed") from exc
+
+
 def decoder(tokenizer: Path | None) -> Callable[[int], str] | None:
     """Turns a token id into text, when there is a tokenizer."""
     if tokenizer is None:

@@ -1,10 +1,10 @@
 """What pages were stored and removed lately, in order, for whoever watches: one log a store.
 
-Each tenant has a journal of its own, with its own numbers, so that neither gaps nor "lost" tell one
-about another; it begins with its first watcher. A journal holds its last EVENTS_MAX events: a watcher
-that falls behind them is told so by an event "lost", and has to ask anew. Numbers begin anew with
-each store, far from earlier ones, which therefore are "lost". Recording is on the way of a request,
-so what is cheap there is kept, and events are made of it when somebody reads.
+Each tenant has a journal of its own, with its own numbers, so that neither gaps nor "lost" tell
+one about another; it begins with its first watcher. A journal holds its last EVENTS_MAX events: a
+watcher that falls behind them is told so by an event "lost", and has to ask anew. Numbers begin
+anew with each store, far from earlier ones, which therefore are "lost". Recording is on the way of
+a request, so what is cheap there is kept, and events are made of it when somebody reads.
 """
 
 from __future__ import annotations

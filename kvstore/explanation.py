@@ -107,6 +107,7 @@ class Question:
     tokens: bytes
     extras: dict[int, bytes]
     root: bytes
+    plain_root: bytes  # of the same without a salt
     namespace: bytes
     tenant: str
     page_tokens: int
@@ -283,6 +284,8 @@ def _named(asked: Question, info: TreeInfo, matched: int, specs: Mapping[bytes, 
         else:
             found += differences(json.loads(here), json.loads(there))
     elif info.tenant == asked.tenant:
-        found.append(Difference("salt", "none", "another"))
+        here_salt = "none" if asked.root == asked.plain_root else "the one given"
+        there_salt = "none" if info.root == asked.plain_root else "another"
+        found.append(Difference("salt", here_salt, there_salt))
     model = json.loads(there)["model"] if there is not None else UNKNOWN
     return Elsewhere(info.namespace.hex(), info.tenant, model, matched, tuple(found))

@@ -5,12 +5,14 @@ What walks over a whole store does so in pieces, so that no look-up waits for it
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.errors import InvalidRequest
 from kvstore.prefix_index.page_key import PAGE_KEY_BYTES, TOKEN_BYTES
 from kvstore.state import DISK, HOST, TIER_NAMES
 
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState, TreeInfo
 
 
-SORTS = ("size", "age", "idle", "hits")
+SORTS = ("size", "age", "idle", "hits", "host", "disk")
+TIERS_LISTED = {"host": HOST, "disk": DISK}
 ROWS_A_HOLD = 8192  # of the page table, looked at in one hold of the lock
 NODES_A_HOLD = 1024
+CHAINS_A_HOLD = 64  # walked page by page
 FOUND_MAX = 20  # chains that one beginning of an id may name
 
 
@@ -101,6 +105,14 @@ class FoundChain:
         return asdict(self)
 
 
+def check_order(limit: int, sort: str, tier: str | None) -> None:
+    """Refuse, with InvalidRequest, what chains() does not know."""
+    if sort not in SORTS or not isinstance(limit, int) or limit < 0:
+        raise InvalidRequest(f"chains: sort is one of {', '.join(SORTS)}, limit >= 0")
+    if tier is not None and tier not in TIERS_LISTED:
+        raise InvalidRequest(f"tier {tier!r}: one of {', '.join(TIERS_LISTED)} is needed")
+
+
 def namespaces(state: StoreState, models: dict[bytes, str]) -> list[NamespaceUsage]:
     """Every tree that has pages, the largest first. `models`: names by namespace.
 
@@ -173,22 +185,30 @@ def _each_page(state: StoreState, look: Callable[[NDArray[np.int32]], None]) -> 
         state.breathe()
 
 
-def _each_end(state: StoreState, look: Callable[[NDArray[np.int32]], None]) -> None:
+def _each_end(
+    state: StoreState, look: Callable[[NDArray[np.int32]], None], nodes: int = NODES_A_HOLD
+) -> None:
     """Look at the last pages of all chains, in the same way."""
     index, at, there = state.index, 0, 1
     while at < there:
         with state.lock:
             state.require_open()
             there = index.node_rows
-            look(index.ends(at, at + NODES_A_HOLD))
-        at += NODES_A_HOLD
+            look(index.ends(at, at + nodes))
+        at += nodes
         state.breathe()
 
 
 def chains(
-    state: StoreState, models: dict[bytes, str], *, limit: int, sort: str = "size"
+    state: StoreState,
+    models: dict[bytes, str],
+    *,
+    limit: int,
+    sort: str = "size",
+    tier: str | None = None,
 ) -> tuple[list[Chain], int]:
-    """The first `limit` chains by "size", "age", "idle" or "hits", and how many there are.
+    """The first `limit` chains by one of SORTS, and how many there are. "host" and "disk": those
+    with most pages there first. tier: only chains that have a page there.
 
     Found in pieces, while pages come and go; a chain that has gone when its turn comes is left out.
     """
@@ -199,16 +219,22 @@ def chains(
         "idle": lambda ends: table.last_use[ends],
         "hits": lambda ends: -table.hits[ends].astype(np.int64),
     }
+    for name, number in TIERS_LISTED.items():
+        keys[name] = functools.partial(_fewest_in, state, number)
+    wanted = TIERS_LISTED[tier] if tier is not None else None
     pages: list[NDArray[np.int32]] = []
     sequences: list[NDArray[np.uint64]] = []
     ranks: list[NDArray[Any]] = []
 
     def note(ends: NDArray[np.int32]) -> None:
+        if wanted is not None:
+            ends = ends[_fewest_in(state, wanted, ends) < 0]
         pages.append(ends)
         sequences.append(table.sequence[ends])
         ranks.append(keys[sort](ends))
 
-    _each_end(state, note)
+    walks = wanted is not None or sort in TIERS_LISTED
+    _each_end(state, note, CHAINS_A_HOLD if walks else NODES_A_HOLD)
     ids, marks = np.concatenate(pages), np.concatenate(sequences)
     found = []
     for position in np.argsort(np.concatenate(ranks), kind="stable")[:limit].tolist():
@@ -219,6 +245,14 @@ def chains(
                 info = state.trees[state.index.root_of(end)]
                 found.append(_chain(state, models, end, info))
     return found, len(ids)
+
+
+def _fewest_in(state: StoreState, tier: int, ends: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Minus how many pages of each of these chains are in a tier."""
+    counts = (
+        np.count_nonzero(state.in_tier(state.index.chain(end), tier)) for end in ends.tolist()
+    )
+    return -np.fromiter(counts, np.int64, len(ends))
 
 
 def find_chain(state: StoreState, chain_id: str) -> list[int]:

@@ -149,8 +149,11 @@ class OperatorLike(Protocol):
     def namespaces(self) -> list[NamespaceUsage]:
         """Every (namespace, tenant, salt) that has pages, the largest first."""
 
-    def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[Chain], int]:
-        """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
+    def chains(
+        self, *, limit: int = 50, sort: str = "size", tier: str | None = None
+    ) -> tuple[list[Chain], int]:
+        """Stored chains by "size", "age", "idle", "hits", or pages in "host" or "disk", and how
+        many there are in all. tier: only those with a page there."""
 
     def find_chain(self, chain_id: str) -> list[FoundChain]:
         """Chains that end in a page whose key begins with these hex digits, page by page."""
@@ -162,6 +165,7 @@ class OperatorLike(Protocol):
         namespace: bytes,
         tenant: str = "default",
         extras: Extras | None = None,
+        salt: bytes = b"",
         spec_json: str | None = None,
         all_tenants: bool = True,
     ) -> Explanation:

@@ -288,7 +288,7 @@ class HintReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras", "erase_key")
+    __slots__ = ("tenant", "namespace_prefix", "tokens", "has_prefix", "writer", "unused_for_s", "older_than_s", "everything", "dry_run", "include_pinned", "extras", "erase_key", "tier")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class EvictRequest(_message.Message):
     INCLUDE_PINNED_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     ERASE_KEY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     namespace_prefix: bytes
     tokens: bytes
@@ -313,10 +314,11 @@ class EvictRequest(_message.Message):
     include_pinned: bool
     extras: Extras
     erase_key: bool
-    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., erase_key: bool = ...) -> None: ...
+    tier: str
+    def __init__(self, tenant: _Optional[str] = ..., namespace_prefix: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., has_prefix: bool = ..., writer: _Optional[str] = ..., unused_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., everything: bool = ..., dry_run: bool = ..., include_pinned: bool = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., erase_key: bool = ..., tier: _Optional[str] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run", "redis_pages")
+    __slots__ = ("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned", "dry_run", "redis_pages", "kept_above")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -324,6 +326,7 @@ class EvictReply(_message.Message):
     KEPT_PINNED_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     REDIS_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ABOVE_FIELD_NUMBER: _ClassVar[int]
     chains: int
     pages: int
     payload_bytes: int
@@ -331,15 +334,18 @@ class EvictReply(_message.Message):
     kept_pinned: int
     dry_run: bool
     redis_pages: int
-    def __init__(self, chains: _Optional[int] = ..., pages: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., kept_leased: _Optional[int] = ..., kept_pinned: _Optional[int] = ..., dry_run: bool = ..., redis_pages: _Optional[int] = ...) -> None: ...
+    kept_above: int
+    def __init__(self, chains: _Optional[int] = ..., pages: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., kept_leased: _Optional[int] = ..., kept_pinned: _Optional[int] = ..., dry_run: bool = ..., redis_pages: _Optional[int] = ..., kept_above: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("limit", "sort")
+    __slots__ = ("limit", "sort", "tier")
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     SORT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     limit: int
     sort: str
-    def __init__(self, limit: _Optional[int] = ..., sort: _Optional[str] = ...) -> None: ...
+    tier: str
+    def __init__(self, limit: _Optional[int] = ..., sort: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("chain", "several")
@@ -350,20 +356,22 @@ class InspectRequest(_message.Message):
     def __init__(self, chain: _Optional[str] = ..., several: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras", "spec_json", "own_tenant_only")
+    __slots__ = ("tokens", "namespace_prefix", "tenant", "extras", "spec_json", "own_tenant_only", "salt")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     namespace_prefix: bytes
     tenant: str
     extras: Extras
     spec_json: str
     own_tenant_only: bool
-    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., spec_json: _Optional[str] = ..., own_tenant_only: bool = ...) -> None: ...
+    salt: bytes
+    def __init__(self, tokens: _Optional[bytes] = ..., namespace_prefix: _Optional[bytes] = ..., tenant: _Optional[str] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., spec_json: _Optional[str] = ..., own_tenant_only: bool = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -76,6 +76,7 @@ class OperatorCalls:
             unused_for_s=request.unused_for_s if request.HasField("unused_for_s") else None,
             older_than_s=request.older_than_s if request.HasField("older_than_s") else None,
             everything=request.everything,
+            tier=request.tier or None,
         )
         done = self._store.evict(
             selection,
@@ -90,7 +91,9 @@ class OperatorCalls:
         sort = request.sort or SORTS[0]
         if request.limit > CHAINS_MAX:
             raise InvalidRequest(f"limit: {request.limit} chains; at most {CHAINS_MAX} are listed")
-        chains, total = self._store.chains(limit=request.limit or CHAINS_DEFAULT, sort=sort)
+        chains, total = self._store.chains(
+            limit=request.limit or CHAINS_DEFAULT, sort=sort, tier=request.tier or None
+        )
         return _document(documents.listing(self._store.namespaces(), chains, total))
 
     def inspect(self, request: messages.InspectRequest, call: Call) -> Document:
@@ -113,6 +116,7 @@ class OperatorCalls:
             namespace=space,
             tenant=tenant,
             extras=extras_of(request.extras),
+            salt=request.salt,
             spec_json=spec,
             all_tenants=call.identity.role is Role.ADMIN and not request.own_tenant_only,
         )

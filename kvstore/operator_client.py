@@ -83,11 +83,13 @@ class OperatorClient:
         found = self._document("List", pb.ListRequest(limit=1))
         return self._records(NamespaceUsage, found, "namespaces")
 
-    def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[Chain], int]:
-        """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
+    def chains(
+        self, *, limit: int = 50, sort: str = "size", tier: str | None = None
+    ) -> tuple[list[Chain], int]:
+        """See OperatorLike."""
         if not isinstance(limit, int) or not 0 <= limit <= CHAINS_MAX:
             raise InvalidRequest(f"chains: limit is {limit!r}; a server lists up to {CHAINS_MAX}")
-        found = self._document("List", pb.ListRequest(limit=max(1, limit), sort=sort))
+        found = self._document("List", pb.ListRequest(limit=max(1, limit), sort=sort, tier=tier))
         return self._records(Chain, found, "chains")[:limit], int(found["chains_total"])
 
     def find_chain(self, chain_id: str) -> list[FoundChain]:
@@ -110,6 +112,7 @@ class OperatorClient:
         namespace: bytes,
         tenant: str = DEFAULT_TENANT,
         extras: Extras | None = None,
+        salt: bytes = b"",
         spec_json: str | None = None,
         all_tenants: bool = True,
     ) -> Explanation:
@@ -120,6 +123,7 @@ class OperatorClient:
             namespace_prefix=namespace,
             tenant=tenant,
             extras=more,
+            salt=salt,
             spec_json=spec_json or "",
             own_tenant_only=not all_tenants,
         )
@@ -156,6 +160,7 @@ class OperatorClient:
             dry_run=dry_run,
             include_pinned=include_pinned,
             erase_key=erase_key,
+            tier=selection.tier or "",
         )
         reply = self._question("Evict", request, DEADLINE_S_MAX)
         return Eviction(
@@ -166,6 +171,7 @@ class OperatorClient:
             kept_pinned=reply.kept_pinned,
             dry_run=reply.dry_run,
             redis_pages=reply.redis_pages,
+            kept_above=reply.kept_above,
         )
 
     def tree(

@@ -1,9 +1,9 @@
-"""Eviction on somebody's word: by prefix, tenant, namespace, writer or age.
+"""Eviction on somebody's word: by prefix, tenant, namespace, writer, age or tier.
 
 What is chosen goes with all below it, from every tier, its slots on disk are wiped, and Redis is
 told to delete those pages too, for all stores that share it. Pages that somebody reads or writes
 right now stay, and so do pinned ones unless asked otherwise; their ancestors stay with them. All is
-counted in the answer.
+counted in the answer. With a tier, pages leave that one only, and Redis is told nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.ghost_list import Left
 from kvstore.prefix_index.page_table import HELD
 from kvstore.request import checked_extras, checked_tokens
-from kvstore.state import NO_PAGE
+from kvstore.state import DISK, HOST, NO_PAGE
 from kvstore.tenant import check_name
 from kvstore.tiers.tier import TierError
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Pages removed while the lock is held once: look-ups go on in between.
 STEP_PAGES = 2000
 WRITE_WAIT_S = 2.0
+TIERS = {"host": HOST, "disk": DISK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Selection:
     unused_for_s: float | None = None  # not asked for in so many seconds
     older_than_s: float | None = None  # stored more than so many seconds ago
     everything: bool = False  # say so where no other field is set
+    tier: str | None = None  # "host" or "disk": pages there, and from there only
 
     def __post_init__(self) -> None:
         """Refuse what selects nothing or all by accident: InvalidRequest."""
@@ -66,12 +68,15 @@ class Selection:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise InvalidRequest(f"evict: {name} is {value!r}; seconds >= 0 are needed")
+        if self.tier is not None and self.tier not in TIERS:
+            raise InvalidRequest(f"evict: tier is {self.tier!r}; {' or '.join(TIERS)} is needed")
         if self.extras and self.prefix is None:
             raise InvalidRequest("evict: extras are those of a prefix, and there is none")
         fields = set(self.__dataclass_fields__) - {"everything", "extras"}
         if not self.everything and all(getattr(self, name) is None for name in fields):
             raise InvalidRequest(
-                "evict: name a prefix, tenant, namespace, writer or age, or say everything (--all)"
+                "evict: name a prefix, tenant, namespace, writer, age or tier, or say everything "
+                "(--all)"
             )
 
     def names_a_tenant_only(self) -> bool:
@@ -91,6 +96,7 @@ class Eviction:
     kept_pinned: int
     dry_run: bool
     redis_pages: int = 0  # that Redis had too, and has deleted
+    kept_above: int = 0  # nowhere but in the chosen tier, and pages elsewhere are below them
 
 
 def select(state: StoreState, selection: Selection) -> NDArray[np.int32]:
@@ -123,18 +129,15 @@ def evict(
 
     Without `share` the pages stay in Redis, for the other stores.
     """
+    if selection.tier is not None:
+        return _evict_tier(state, selection, TIERS[selection.tier], dry_run=dry_run, why=why)
     with state.lock:
         pages = select(state, selection)
         if not dry_run:
             writers = [writer, share.writer if share is not None else None]
             pages = _leave_queues(state, [each for each in writers if each is not None], pages)
         going, kept_leased, kept_pinned = _removable(state, pages, include_pinned)
-        going_set = set(going.tolist())
-        chains = sum(
-            1
-            for page in going.tolist()
-            if not any(int(child) in going_set for child in state.index.children(page))
-        )
+        chains = _ends_among(state, going)
         size = int(state.index.table.payload_bytes[going].sum())
         sequences = state.index.table.sequence[going].copy()
     report = Eviction(chains, len(going), size, kept_leased, kept_pinned, dry_run)
@@ -153,6 +156,66 @@ def evict(
     erased = _erase(state, share, gone)
     return replace(
         report, pages=len(going) - left, kept_leased=kept_leased + left, redis_pages=erased
+    )
+
+
+def _evict_tier(
+    state: StoreState, selection: Selection, tier: int, *, dry_run: bool, why: Left
+) -> Eviction:
+    """Take pages out of one tier: those that are nowhere else are gone. The leaf rule holds."""
+    with state.lock:
+        pages = select(state, selection)
+        free, kept_leased, kept_pinned = _removable(state, pages, False, tier)
+        order = state.index.victims(tier, free[::-1], state.clock())
+        chains = _ends_among(state, order)
+        size = int(state.index.table.payload_bytes[order].sum())
+        sequences = state.index.table.sequence[order].copy()
+    kept_above = len(free) - len(order)
+    report = Eviction(
+        chains, len(order), size, kept_leased, kept_pinned, dry_run, kept_above=kept_above
+    )
+    if dry_run:
+        return report
+    left = 0
+    for start in range(0, len(order), STEP_PAGES):
+        step = slice(start, start + STEP_PAGES)
+        left += _leave_step(state, order[step], sequences[step], tier, why)
+    try:
+        state.free_wiped_slots()
+    except TierError as exc:
+        raise DirectoryError(f"evicted, but not wiped from disk: {exc}") from exc
+    return replace(report, pages=len(order) - left, kept_leased=kept_leased + left)
+
+
+def _leave_step(
+    state: StoreState,
+    pages: NDArray[np.int32],
+    sequences: NDArray[np.uint64],
+    tier: int,
+    why: Left,
+) -> int:
+    """Take pages (deepest first) that are still what they were out of a tier; how many stayed."""
+    with state.lock:
+        state.require_open()
+        table = state.index.table
+        same = (table.node[pages] >= 0) & (table.sequence[pages] == sequences)
+        leaving = state.index.victims(tier, pages[same], state.clock())
+        elsewhere = state.in_tier(leaving, HOST if tier == DISK else DISK)
+        if tier == HOST:
+            state.leave_host(leaving[elsewhere])
+        else:
+            state.leave_disk(leaving[elsewhere], wipe=True)
+        state.remove_pages(leaving[~elsewhere], why, wipe=True)
+        state.changed.notify_all()
+    return len(pages) - len(leaving)
+
+
+def _ends_among(state: StoreState, pages: NDArray[np.int32]) -> int:
+    """How many of these pages have none of them below."""
+    here = set(pages.tolist())
+    return sum(
+        not any(int(child) in here for child in state.index.children(page))
+        for page in pages.tolist()
     )
 
 
@@ -260,9 +323,12 @@ def _leave_queues(
 
 
 def _removable(
-    state: StoreState, pages: NDArray[np.int32], include_pinned: bool
+    state: StoreState, pages: NDArray[np.int32], include_pinned: bool, tier: int | None = None
 ) -> tuple[NDArray[np.int32], int, int]:
-    """Pages that may go now, parents first, and how many stay for a lease or for a pin."""
+    """Pages that may go now, parents first, and how many stay for a lease or for a pin.
+
+    tier: of the pages there only.
+    """
     table = state.index.table
     held: dict[int, bool] = {}  # page -> True if for a pin
     for page in pages[table.state[pages] & HELD != 0].tolist():
@@ -270,6 +336,8 @@ def _removable(
             _mark_line(table.parent, page, False, held)
         elif not include_pinned and state.is_pinned(page):
             _mark_line(table.parent, page, True, held)
+    if tier is not None:
+        pages = pages[state.in_tier(pages, tier)]
     mask = np.array([page not in held for page in pages.tolist()], dtype=np.bool_)
     kept = [held[page] for page in pages[~mask].tolist()] if len(pages) else []
     return pages[mask] if len(pages) else pages, kept.count(False), kept.count(True)

@@ -251,6 +251,10 @@ class Store(OperatorTools):
         if selection.prefix is not None and selection.root is None and selection.namespace:
             root = self.root(selection.namespace, selection.tenant or DEFAULT_TENANT)
             selection = replace(selection, root=root)
+        if include_pinned and selection.tier is not None:
+            raise InvalidRequest(
+                "evict: pinned pages stay in their tiers; take the pins back first"
+            )
         if erase_key:
             removal.erase_key(self.state, selection, dry_run=dry_run)
             include_pinned = True
@@ -293,13 +297,13 @@ class Store(OperatorTools):
         """The canonical JSON of a namespace's spec, if this store has seen it."""
         return self._specs.json_of(namespace)
 
-    def chains(self, *, limit: int = 50, sort: str = "size") -> tuple[list[inspection.Chain], int]:
-        """Stored chains by "size", "age", "idle" or "hits", and how many there are in all."""
-        if sort not in inspection.SORTS or not isinstance(limit, int) or limit < 0:
-            raise InvalidRequest(
-                f"chains: sort is one of {', '.join(inspection.SORTS)}, limit >= 0"
-            )
-        return inspection.chains(self.state, self._specs.models(), limit=limit, sort=sort)
+    def chains(
+        self, *, limit: int = 50, sort: str = "size", tier: str | None = None
+    ) -> tuple[list[inspection.Chain], int]:
+        """See OperatorLike."""
+        inspection.check_order(limit, sort, tier)
+        models = self._specs.models()
+        return inspection.chains(self.state, models, limit=limit, sort=sort, tier=tier)
 
     def find_chain(self, chain_id: str) -> list[inspection.FoundChain]:
         """Chains that end in a page whose key begins with these hex digits, page by page."""
@@ -314,6 +318,7 @@ class Store(OperatorTools):
         namespace: bytes,
         tenant: str = DEFAULT_TENANT,
         extras: Extras | None = None,
+        salt: bytes = b"",
         spec_json: str | None = None,
         all_tenants: bool = True,
     ) -> Explanation:
@@ -324,15 +329,17 @@ class Store(OperatorTools):
         """
         self.state.require_open()
         values, more = checked_tokens(tokens), checked_extras(extras)
-        root = self.root(namespace, tenant)
+        root, plain = self.root(namespace, tenant, salt), self.root(namespace, tenant)
         specs = self._specs.texts_with(namespace, spec_json)
         info = self.state.trees.get(root)
         if info is None and namespace not in specs:
-            raise InvalidRequest("explain: this store has no pages of that namespace and tenant")
+            raise InvalidRequest(
+                "explain: this store has no pages of that namespace, tenant and salt"
+            )
         page_tokens = (
             info.page_tokens if info else CacheSpec.from_json(specs[namespace]).page_tokens
         )
-        asked = Question(values, more, root, namespace, tenant, page_tokens, all_tenants)
+        asked = Question(values, more, root, plain, namespace, tenant, page_tokens, all_tenants)
         return explain(self.state, asked, specs)
 
     def watch(self, after_sequence: int = 0, *, tenant: str | None = None) -> Iterator[PageEvent]:

@@ -71,6 +71,7 @@ TREE = {
 EVICTION = {
     **dict.fromkeys(("chains", "pages", "payload_bytes", "kept_leased", "kept_pinned"), INT),
     "redis_pages": INT,
+    "kept_above": INT,
     "dry_run": BOOL,
 }
 USAGE = {

@@ -177,6 +177,93 @@ def cli(*arguments: str) -> str:
     return done.stdout
 
 
+CASES = {
+    "the LoRA": ("adapter", OTHERS["adapter"], f"adapter: {'cd' * 16} here, none there"),
+    "the dtype": ("kv_dtype", OTHERS["kv_dtype"], "kv_dtype: float32 here, bfloat16 there"),
+    "the weights": (
+        "weights",
+        OTHERS["weights"],
+        f"weights: {OTHERS['weights'].weights[:37]}... here, {PLAIN.weights[:37]}... there",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explain") / "store"
+    with Store.open(folder, host_bytes="4MiB", disk_bytes="64MiB") as store:
+        put(store, PLAIN)
+        with store.session(PLAIN, salt=b"user-7").reserve(TOKENS[: 3 * PAGE_TOKENS]) as run:
+            run.commit(durable=True)
+    return folder
+
+
+def ids(tokens: np.ndarray) -> str:
+    return ",".join(map(str, tokens.tolist()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_command_names_the_one_field_that_differs(
+    stored: Path, tmp_path: Path, case: str
+) -> None:
+    field, asked, line = CASES[case]
+    (tmp_path / "spec.json").write_text(asked.to_json())
+    said = cli("explain", str(stored), "--tokens", ids(TOKENS), "--spec", f"{tmp_path}/spec.json")
+    assert f"miss: 16 tokens are stored where this differs: {field}" in said.splitlines()
+    assert line in said
+
+
+@pytest.mark.slow
+def test_the_command_names_the_tenant_that_differs(stored: Path) -> None:
+    given = ["--namespace", PLAIN.namespace.hex(), "--tenant", "zeta"]
+    said = cli("explain", str(stored), "--tokens", ids(TOKENS), *given)
+    assert "miss: 16 tokens are stored where this differs: tenant" in said
+    assert "tenant: zeta here, default there" in said
+    own = cli("explain", str(stored), "--tokens", ids(TOKENS), *given, "--no-all-tenants")
+    assert "default" not in own
+
+
+@pytest.mark.slow
+def test_the_command_names_position_and_token_where_the_text_differs(stored: Path) -> None:
+    other = TOKENS.copy()
+    other[9] = 42
+    said = cli("explain", str(stored), "--tokens", ids(other))
+    assert "hit on 2 of 4 pages: the closest stored chain differs at token 9" in said
+    assert f"token 9: the prompt has 42, the store has {TOKENS[9]}" in said
+
+
+@pytest.mark.slow
+def test_the_command_takes_a_salt(stored: Path) -> None:
+    given = ["explain", str(stored), "--tokens", ids(TOKENS)]
+    salted = cli(*given, "--salt", "user-7")
+    assert "hit on 3 of 4 pages: 16 tokens are stored where this differs: salt" in salted
+    assert "salt: the one given here, none there" in salted
+    assert cli(*given, "--salt", f"hex:{b'user-7'.hex()}") == salted
+    assert "hit: all 4 whole pages are stored" in cli(*given)
+    other = cli(*given, "--salt", "nobody")
+    assert "miss: 16 tokens are stored where this differs: salt" in other
+    assert "salt: the one given here, another there" in other
+    with ServerProcess(stored) as server:
+        server.start()
+        assert cli(*given, "--salt", "user-7") == salted
+
+
+@pytest.mark.slow
+def test_the_command_names_an_eviction_with_its_reason(tmp_path: Path) -> None:
+    """In the one server that evicted: what left is remembered as long as it runs."""
+    with Store.open(tmp_path / "store", host_bytes="4MiB", disk_bytes="64MiB") as store:
+        put(store, PLAIN)
+    with ServerProcess(tmp_path / "store") as server:
+        server.start()
+        cli("evict", str(tmp_path / "store"), "--tokens", ids(TOKENS[: 2 * PAGE_TOKENS]), "--yes")
+        said = cli("explain", str(tmp_path / "store"), "--tokens", ids(TOKENS))
+    assert "hit on 1 of 4 pages: 3 more pages would have hit until " in said
+    assert "ago, when they were evicted by an operator" in said
+    assert "pages 1 to 3: here until " in said
+    assert "ago, in disk; evicted by an operator" in said
+
+
 @pytest.mark.slow
 def test_the_command_says_it_in_a_directory_and_through_its_server(tmp_path: Path) -> None:
     folder = tmp_path / "store"
