@@ -34,6 +34,7 @@ NODE_BYTES = 8
 MAGIC = 0xBEEFC0DE
 NO_PAGE = (1 << 64) - 1
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
+INTEGER_KEYS = 8  # database flag: of the free list
 BIG_DATA = 1  # node flag: the data lies in overflow pages
 DEPTH_MAX = 32
 _META = struct.Struct("<IIQQ")
@@ -68,7 +69,7 @@ def check_pages(data_file: Path) -> int:
     free, main, last = _newest_meta(pages)
     if last >= len(pages):
         raise PageError(f"meta names page {last}, the file has {len(pages)}")
-    if main.flags & ~0x08 or free.flags & ~0x08:  # 0x08: integer keys, as the free list has
+    if main.flags or free.flags & ~INTEGER_KEYS:
         raise PageError(f"database flags {main.flags:#x}, {free.flags:#x}")
     used = np.concatenate([_tree(pages, main, last), _tree(pages, free, last)])
     listed = _free_pages(pages, free, last)

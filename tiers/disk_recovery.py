@@ -109,17 +109,22 @@ class Recovery:
         scan = self._scan_or_rebuild(directory, present)
         self._require_keys(scan.locked_pages)
         try:
-            catalog = self._opened_catalog(directory, scan)
+            return self._adopted(directory, present, scan)
         except CatalogError as error:
             if error.full or not present:
                 raise
+            self.segments.close()
             self._catalog_problem = str(error)
             self._quarantine(directory, str(error))
-            self._rebuild(directory, present)
-            scan = scan_catalog(directory, self.cipher)
-            catalog = self._opened_catalog(directory, scan)
-        recovered = self._recovered(catalog, scan)
+        present = self._segment_files()
+        self._rebuild(directory, present)
+        return self._adopted(directory, present, scan_catalog(directory, self.cipher))
+
+    def _adopted(self, directory: Path, present: dict[int, Path], scan: Scan) -> Recovered:
+        """Open what the scan found sound. A catalog that breaks only now raises CatalogError."""
+        catalog = self._opened_catalog(directory, scan)
         try:
+            recovered = self._recovered(catalog, scan)
             self._open_segments(scan.segments, present, catalog)
             self.space.measure()
             recovered.rows, recovered.records_dropped = adopt(
@@ -195,7 +200,12 @@ class Recovery:
             return Scan()
         try:
             migrate(self.home, self.files, self.map_bytes)
-            return self._sound_scan(directory)
+            scan = self._sound_scan(directory)
+            # A page's record is one page. These stand for many, and headers know what they said.
+            shared = [key for key in scan.bad_keys if key[:1] != b"P"]
+            if shared:
+                raise CatalogError(f"{len(shared)} records that many pages share are unsound")
+            return scan
         except CatalogError as error:
             if not present:  # nothing stored: a first start that was cut off
                 self.files.remove_tree(directory)
