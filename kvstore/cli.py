@@ -23,7 +23,9 @@ from kvstore.cli_dashboard import dashboard
 from kvstore.cli_directory import Place, on_store
 from kvstore.cli_doctor import doctor
 from kvstore.cli_explain import explain
+from kvstore.cli_help import EPILOG, INTRODUCTION, Sections, add_examples
 from kvstore.cli_options import (
+    Chain,
     Extras,
     Json,
     Limit,
@@ -55,8 +57,9 @@ from kvstore.removal import Selection
 
 app = typer.Typer(
     name="kvstore",
-    help="Look inside a KV-cache store, evict from it, see it work. Exit codes: 0 done; 1 refused, "
-    "failed, or something is wrong; 2 wrong usage; 130 broken off.",
+    cls=Sections,
+    help=INTRODUCTION,
+    epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -116,11 +119,11 @@ def ls(
     output.show_listing(spaces, chains, total, as_json=json)
 
 
-@app.command("status", help="The same as stats.")
-@app.command()
+@app.command("stats", help="The same as status.")
+@app.command("status")
 @on_store
 def stats(store: Place, json: Json = False) -> None:
-    """Bytes and pages of each tier, and what the store counts."""
+    """Show bytes and pages of each tier; with --json, counters."""
     with store.opened() as opened:
         found = opened.stats()
     output.show_stats(found, as_json=json)
@@ -130,7 +133,7 @@ def stats(store: Place, json: Json = False) -> None:
 @on_store
 def inspect(
     store: Place,
-    chain: Annotated[str, typer.Argument(help="Hex digits that begin a chain's id; see `ls`.")],
+    chain: Chain,
     json: Json = False,
 ) -> None:
     """Show one chain page by page, and the spec of its namespace."""
@@ -170,7 +173,9 @@ def evict(
     tokenizer: Tokenizer = None,
     extras: Extras = None,
     everything: Annotated[bool, typer.Option("--all", help="All pages of the store.")] = False,
-    include_pinned: Annotated[bool, typer.Option(help="Pinned pages too.")] = False,
+    include_pinned: Annotated[
+        bool, typer.Option("--include-pinned", help="Pinned pages too.")
+    ] = False,
     erase_key: Annotated[
         bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
     ] = False,
@@ -228,12 +233,15 @@ def flush(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Show a real model answer slowly once, then fast from the cache, also after kill -9."""
+    """Show a real model answer from the cache, also after kill -9."""
     # A child process: the store knows nothing of engines, and its package need not be complete.
     import subprocess
 
     command = [sys.executable, "-m", "kvstore.engine_adapter.demo", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603
+
+
+add_examples(app.registered_commands)
 
 
 def main() -> None:

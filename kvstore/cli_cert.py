@@ -35,8 +35,9 @@ def cert(
     days: Annotated[int, typer.Option(help="How long the certificates are valid.")] = 90,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Make certificates: a CA if DIR has none, then the server's and the clients'.
+    """Make the certificates of a server and its clients.
 
+    And a CA for them, if DIR has none.
     Running it again renews them under the same CA. With --client and no --host only clients'
     certificates are made where the server has one. Keep ca.key off the servers.
     """

@@ -18,8 +18,9 @@ def dashboard(
     directory: Annotated[Path, typer.Argument(help="The store's directory.", metavar="DIR")],
     open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser too.")] = False,
 ) -> None:
-    """Say the address of the dashboard of the server of DIR, with the key that opens it.
+    """Say where the dashboard of the server of DIR is.
 
+    The address has the key that opens it.
     The server has to run with --dashboard-listen. Keep the address to yourself: who has it sees
     prompts.
     """

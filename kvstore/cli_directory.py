@@ -37,7 +37,10 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "ca": (Path | None, typer.Option(help="Certificates of the CA to believe, PEM.")),
     "cert": (Path | None, typer.Option(help="This client's certificate, PEM.")),
     "key": (Path | None, typer.Option(help="Its key, PEM.")),
-    "insecure_network": (bool, typer.Option(help="Talk to a network address without TLS.")),
+    "insecure_network": (
+        bool,
+        typer.Option("--insecure-network", help="Talk to a network address without TLS."),
+    ),
     "server_uid": (
         int | None,
         typer.Option(help="The user whose server to trust on a Unix socket."),

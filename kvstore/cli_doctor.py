@@ -22,7 +22,9 @@ def doctor(
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     json: Json = False,
 ) -> None:
-    """Look at limits, memory, disk, versions and settings; say what to do about each.
+    """Check limits, memory, disk, versions and settings.
+
+    Says what to do about each.
 
     Exit code 1 when something is a problem; a warning is none.
     """

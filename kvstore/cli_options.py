@@ -22,6 +22,9 @@ Salt = Annotated[
         metavar="TEXT",
     ),
 ]
+Chain = Annotated[
+    str, typer.Argument(help="Hex digits that begin a chain's id; see `ls`.", metavar="CHAIN")
+]
 Namespace = Annotated[
     str | None, typer.Option(help="Hex digits that begin the namespace's name; see `ls`.")
 ]

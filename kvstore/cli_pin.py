@@ -8,7 +8,7 @@ import typer
 
 from kvstore import cli_output as output
 from kvstore.cli_directory import Place
-from kvstore.cli_options import Json
+from kvstore.cli_options import Chain, Json
 from kvstore.errors import InvalidRequest
 from kvstore.quantity import parse_duration
 from kvstore.request import checked_chain_id
@@ -16,8 +16,6 @@ from kvstore.store import Store
 
 if TYPE_CHECKING:
     from kvstore.interface import OperatorLike
-
-Chain = Annotated[str, typer.Argument(help="Hex digits that begin a chain's id; see `ls`.")]
 
 
 def pin(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstore.cli_help import described
 from kvstore.config import load_config
 from kvstore.heap import limit_heaps
 from kvstore.server_config import ServerConfig
@@ -110,7 +111,7 @@ def serve(
         bool, typer.Option("--check-config", help="Check all settings, print them, don't serve.")
     ] = False,
 ) -> None:
-    """Serve one store to all engines of this host. Ends well on SIGTERM.
+    """Serve one store to all engines of this host, until SIGTERM.
 
     Every setting is also a key of the TOML file and a variable KVSTORE_NAME.
     """
@@ -137,6 +138,38 @@ def _serve(settings: ServerConfig, security: ServerSecurity) -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)  # a thread that hangs in the kernel must not keep the process
+
+
+described(
+    serve,
+    {
+        "host_bytes": "Memory for pages, as 8GiB; by default 25 % of what is free, 8GiB at most.",
+        "disk_bytes": "Disk for pages, as 1TiB; by default 50 % of what is free, 64GiB at most.",
+        "staging_bytes": "Of host-bytes, for writers to fill; by default an eighth.",
+        "huge_pages": "Memory from the machine's pool of 2 MiB pages.",
+        "max_rpcs": "Calls at once, waiting ones included; more are refused. By default 256.",
+        "sessions_max": "Sessions at once; by default 1024.",
+        "workers": "Threads for calls that don't wait; by default 8.",
+        "waiting_workers": "Threads for calls that wait for the disk, or store; by default 32.",
+        "io_threads": "Threads that read and write the disk; by default 4.",
+        "policy": "What leaves first: csl, lru, arc, gdsf or auto.",
+        "objective": "What csl and gdsf save: hits, compute or ttft.",
+        "even_tokens": "Where attention costs as much as the rest of prefill; by default 30000.",
+        "write_policy": "When pages go to disk: through (at once), back or selective.",
+        "admission": "Which go there, if selective: always, second-touch, ghost or frequency.",
+        "prefetch_bytes": "Read on so far behind a prompt that was found whole; by default 0.",
+        "redis_bytes": "Pages in Redis that this server refers to at once; by default 64GiB.",
+        "redis_ttl_s": "How long Redis keeps a page that nobody stores again; by default 1d.",
+        "redis_password_file": "A file (0600) with the password of Redis.",
+        "redis_lookup_s": "How long a look-up waits for Redis; by default 20ms.",
+        "drain_s": "After SIGTERM, how long calls under way may take; by default 5s.",
+        "idle_exit_s": "End after so long without a session; by default never.",
+        "insecure_network": "Listen at a network address without TLS or credentials.",
+        "events_replay_listen": "Where subscribers ask for events that they missed: ipc:///path.",
+        "reflection": "Tell whoever connects what the service looks like (gRPC reflection).",
+        "log_json": "Log one JSON object a line instead of text.",
+    },
+)
 
 
 def _check_and_print(settings: ServerConfig) -> None:

@@ -91,7 +91,7 @@ def simulate(
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
 ) -> None:
-    """Replay a trace of requests; say what caches of these sizes and policies would have hit."""
+    """Say what other caches would have hit on a trace."""
     names = policy or ["lru", "csl", BOUND]
     _refuse(names, objective, host_policy, host_capacity, real_index or lookahead > 0)
     if plot is not None and plot.suffix not in (".svg", ".png"):

@@ -32,7 +32,10 @@ def size(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say how large a model's KV is: bytes a token, tokens a GiB, the page size, what fits."""
+    """Say how large a model's KV is, and what fits.
+
+    Bytes a token, tokens a GiB, the size of a page.
+    """
     file = model / "config.json" if model.is_dir() else model
     try:
         config = json_module.loads(prompt.read_file(file, CONFIG_CHARS_MAX))

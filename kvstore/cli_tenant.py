@@ -35,7 +35,7 @@ _USED = ("host_bytes", "host_share_bytes", "disk_bytes", "disk_share_bytes", "le
 
 tenant_app = typer.Typer(
     name="tenant",
-    help="Who may use a server, as what, and how much of it: edits the tenant file.",
+    help="Say who may use a server, and how much of it.\n\nEdits the tenant file.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -187,7 +187,7 @@ def list_tenants(
     cert: Annotated[Path | None, typer.Option(help="This client's certificate, PEM.")] = None,
     key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
     insecure_network: Annotated[
-        bool, typer.Option(help="Talk to a network address without TLS.")
+        bool, typer.Option("--insecure-network", help="Talk to a network address without TLS.")
     ] = False,
     server_uid: Annotated[
         int | None, typer.Option(help="The user whose server to trust on a Unix socket.")

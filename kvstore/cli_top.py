@@ -35,7 +35,7 @@ def top(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show hits, bytes, evictions and the chains that are used, as they change.
+    """Show hits, bytes, evictions and busy chains, live.
 
     With --json, or into a pipe, one document or block each time.
     """

@@ -36,7 +36,7 @@ def export(
     chain: Annotated[
         str | None, typer.Option(help="Only the chain whose id begins so; see `ls`.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace FILE if there is one.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if there is one.")] = False,
     json: Json = False,
 ) -> None:
     """Write chains to a file that any other server can import.
@@ -86,7 +86,9 @@ def import_file(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Read such a file into a store: the same tokens and bytes, under this store's own keys.
+    """Read an exported file into a store.
+
+    The same tokens and bytes, under this store's own keys.
 
     The whole file is checked first, and refused with the position where it is damaged (from
     stdin, as it comes). Pages that are there already stay.

@@ -19,11 +19,13 @@ def verify(
     store: Place,
     repair: Annotated[
         bool,
-        typer.Option(help="Replace damaged copies by good ones; drop pages that have none."),
+        typer.Option(
+            "--repair", help="Replace damaged copies by good ones; drop pages that have none."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check the store's structure, and read and checksum every page of it.
+    """Check a store's structure and every page's checksum.
 
     Exit code 1 when something is wrong that is not repaired. What opening a directory has to
     set right (a damaged catalog is rebuilt from page headers) it does with or without --repair.

@@ -60,10 +60,10 @@ def warm(
     timeout: Annotated[str, typer.Option(help="For one request: 90s, 10m.")] = "10m",
     json: Json = False,
 ) -> None:
-    """Run prompts through an engine's OpenAI-compatible API to fill its cache.
+    """Run prompts through an engine's API to fill its cache.
 
-    One token is generated a prompt. Exit code 1 when a prompt failed; the others are done.
-    Example: kvstore warm http://localhost:8000 prompts.txt --store /var/cache/kv
+    The API is OpenAI's, as vLLM and SGLang serve it; one token is generated a prompt. Exit code 1
+    when a prompt failed; the others are done.
     """
     is_jsonl = jsonl if jsonl is not None else file.suffix == ".jsonl"
     content = prompt.read_file(file, prompt.PROMPT_CHARS_MAX)
