@@ -136,6 +136,8 @@ class Bench:
                 self.peers[name] = Peer(name, python, self.folder / name, self.options)
                 self.versions[environment] = self.peers[name].version
             except (Missing, Failed, OSError) as exc:
+                if name in (OURS_PAGES, OURS_INDEX):
+                    raise SystemExit(f"{name}: {exc}") from None
                 self.skip(name, str(exc))
 
     def skip(self, name: str, reason: str) -> None:
