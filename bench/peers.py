@@ -4,7 +4,7 @@ Pages: store and load of 256 KiB, 1, 2 and 4 MiB pages from and to a client's pr
 runs of the same bytes: this store attached to its server by shared memory, and embedded; Mooncake
 Store over TCP and by its shared-memory client; LMCache's server; Redis or Valkey by redis-py.
 Look-up: prompts of 8, 32 and 128 Ki tokens that are known whole: this index given an array, a list,
-and through a session; SGLang's radix tree; vLLM's hashing and look-up.
+and through a session; SGLang's radix trees; vLLM's hashing and look-up.
 
 All take turns in each round, starting with another one each time, so that what the machine does
 meanwhile meets all of them. Every byte that comes back is compared, outside the clock. Ratios are
@@ -46,6 +46,7 @@ INDEX_PEERS = {
     "kvstore-array": "kvstore",
     "kvstore-list": "kvstore",
     "kvstore-session": "kvstore",
+    "sglang-rust-tree": "sglang",
     "sglang-tree": "sglang",
     "vllm-xxhash": "vllm",
     "vllm-sha256": "vllm",

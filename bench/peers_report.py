@@ -31,6 +31,7 @@ LABELS = {
     "kvstore-array": "kvstore index, from an array",
     "kvstore-list": "kvstore index, from a list",
     "kvstore-session": "kvstore session (look-up and lease)",
+    "sglang-rust-tree": "SGLang Rust tree core, from an array",
     "sglang-tree": "SGLang radix tree, from an array",
     "vllm-xxhash": "vLLM, xxhash and look-up, from a list",
     "vllm-sha256": "vLLM, sha256 and look-up, from a list",

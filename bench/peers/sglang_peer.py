@@ -1,4 +1,4 @@
-"""SGLang's radix tree alone (RadixCache of its released wheel), without the engine around it.
+"""SGLang's radix trees alone (RadixCache and the Rust core of its wheel), without the engine.
 
 The tree needs a few of SGLang's own modules; what those import beside (torch, kernels, memory
 pools, metrics) is never called here, so empty modules stand in for it and nothing else has to be
@@ -122,3 +122,68 @@ class Tree(IndexPeer):
         key = self.module.RadixKey(prompt)
         result = self.tree.match_prefix(self.module.MatchPrefixParams(key=key))
         return int(result.device_prefix_len)
+
+
+class RustTree(IndexPeer):
+    """match_prefix of the Rust core, called as its adapter in Python does, without that adapter."""
+
+    version = Tree.version
+
+    def __init__(self) -> None:
+        import torch  # its libraries have to be there before the core's
+
+        self.torch = torch
+        [folder] = [Path(each) for each in sys.path if (Path(each) / "sglang" / "srt").is_dir()]
+        [file] = (folder / "sglang/srt/mem_cache/rust_tree_core").glob("mem_cache.*.so")
+        spec = importlib.util.spec_from_file_location("mem_cache", file)
+        assert spec is not None
+        assert spec.loader is not None
+        self.core = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.core)
+        settings = self.core.TreeCoreInitParamsBinding(
+            eviction_policy="lru",
+            slru_protected_threshold=2,
+            tlru_tail_budget=0,
+            tlru_float_config=None,
+            page_size=PAGE_TOKENS,
+            is_write_back=False,
+            enable_hicache=False,
+            write_through_threshold=256,
+            device="cpu",
+            swa_sliding_window_size=None,
+            swa_req_ring=False,
+            enable_kv_cache_events=False,
+            dynamo_kv_event_format=False,
+            mamba_cache_chunk_size=None,
+            mamba_max_states_per_path=None,
+        )
+        full_attention = 0
+        self.tree = self.core.RustUnifiedTreeCoreBinding(settings, [full_attention])
+
+    def insert(self, tokens: Tokens) -> None:
+        value = self.torch.arange(len(tokens), dtype=self.torch.int64)
+        key = array("q", tokens.tolist())
+        self.tree.insert(
+            self.core.InsertParamsBinding(
+                key=key,
+                value=value,
+                extra_key=None,
+                cache_salt=None,
+                session_id=None,
+                mamba_value=None,
+                prev_prefix_len=0,
+                swa_evicted_seqlen=0,
+                swa_branching_seqlen=None,
+                inserted_len=0,
+                priority=0,
+                track_adopted_ranges=False,
+                rotation_base=None,
+            )
+        )
+
+    def prepare(self, tokens: Tokens) -> object:
+        return array("q", tokens.tolist())
+
+    def match(self, prompt: object) -> int:
+        asked = self.core.MatchParamsBinding(key=prompt, extra_key=None, cache_salt=None)
+        return int(self.tree.match_prefix(asked).device_prefix_len)

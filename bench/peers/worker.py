@@ -36,6 +36,7 @@ INDEX_PEERS = {
     "kvstore-list": ("kvstore_peer", "IndexOfList"),
     "kvstore-session": ("kvstore_peer", "SessionLookUp"),
     "sglang-tree": ("sglang_peer", "Tree"),
+    "sglang-rust-tree": ("sglang_peer", "RustTree"),
     "vllm-sha256": ("vllm_peer", "Sha256"),
     "vllm-xxhash": ("vllm_peer", "XxHash"),
 }
