@@ -4,7 +4,7 @@ One JSON line a kernel and target: registers and shared memory, as the assembler
 whether 16-byte memory accesses were made. Run by test_compile_ahead.py in a process of its own,
 because Triton decides at import whether it interprets.
 
-    TRITON_INTERPRET=0 python tests/kernels/compile_ahead.py
+    TRITON_INTERPRET=0 python tests/kernels/compile_ahead.py [TARGET ...]      say "cuda 90"
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ from kvstore.kernels.quantize_fp8 import TILE_TOKENS, dequantize_fp8_kernel, qua
 from kvstore.kernels.quantize_int import dequantize_kernel, quantize_kernel
 from kvstore.kernels.rope import rotate_kernel
 
-TARGETS = [
-    GPUTarget("cuda", 80, 32),
-    GPUTarget("cuda", 90, 32),
-    GPUTarget("cuda", 100, 32),
-    GPUTarget("hip", "gfx942", 64),
-]
+TARGETS = {
+    "cuda 80": GPUTarget("cuda", 80, 32),
+    "cuda 90": GPUTarget("cuda", 90, 32),
+    "cuda 100": GPUTarget("cuda", 100, 32),
+    "hip gfx942": GPUTarget("hip", "gfx942", 64),
+}
 # Llama-3-8B: 32 layers, 8 heads of 128, blocks of 16 tokens; and SmolLM2: 3 heads of 64.
 COPY: dict[str, Any] = {"PLANES": 64, "BLOCKS_A_PAGE": 2, "HEADS": 8, "TOKENS": 16, "WORDS": 32}
 COPY |= {"ALIGNED": True, "BLOCK": WORDS_A_PROGRAM, "WORD": tl.int64}
@@ -99,11 +100,11 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 def main() -> None:
-    """Compile all; one line each, in a fixed order."""
-    for target in TARGETS:
+    """Compile all, or all for the targets that are named; one line each, in a fixed order."""
+    for target in sys.argv[1:] or TARGETS:
         for name, kernel, constants in CASES:
-            line = {"target": f"{target.backend} {target.arch}", "kernel": name}
-            print(json.dumps(line | compiled(kernel, constants, target)), flush=True)
+            line = {"target": target, "kernel": name}
+            print(json.dumps(line | compiled(kernel, constants, TARGETS[target])), flush=True)
 
 
 def compiled(kernel: Any, constants: dict[str, Any], target: GPUTarget) -> dict[str, object]:
