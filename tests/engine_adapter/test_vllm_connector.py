@@ -53,6 +53,7 @@ def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
     def make(
         version: str | None = "1", events: bool = False, model: Any = "standin", **extra: Any
     ) -> StepLoop:
+        by_layer = bool(extra.get("load_by_layer"))
         settings = {
             "store": server.address,
             "load": "always",
@@ -60,7 +61,8 @@ def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
             "page_tokens": PAGE,
             "start_wait_s": 20.0,
         }
-        made.append(StepLoop(module, settings | extra, events=events, model=str(model)))
+        more: dict[str, Any] = {"events": events, "model": str(model), "by_layer": by_layer}
+        made.append(StepLoop(module, settings | extra, **more))
         return made[-1]
 
     yield make
@@ -313,6 +315,49 @@ def test_other_weights_under_a_version_are_shared_with_nobody_else(
     assert match(attached(engines("n"))) == (2 * PAGE, False), "of before the change"
     [line] = [record.getMessage() for record in caplog.records]
     assert "the weights are others" in line
+
+
+@pytest.mark.parametrize("call", ["write_weights", "reload_weights"])
+def test_a_load_by_layers_of_other_weights_moves_no_page_and_keeps_no_layer_waiting(
+    engines: Any, call: str
+) -> None:
+    """It was planned before the change, and comes with a forward that asks layer by layer."""
+    engine = attached(engines(f"r {call}", load_by_layer=True))
+    blocks = [11, 12, 13, 14, 15]
+
+    def store_sevens() -> None:
+        engine.cache.raw.fill_(7)
+        stored(engine, PROMPT, [1, 2, 3, 4, 5])
+
+    def loaded(change: float) -> dict[str, float]:
+        engine.cache.raw.zero_()
+        engine.scheduler.get_kv_connector_stats()
+        request = make_request(PROMPT)
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request) == (2 * PAGE, False)
+        if change:
+            getattr(engine.engine_worker, call)(change)
+        engine.compute(request, blocks, external=2 * PAGE)
+        engine.scheduler.request_finished(request, blocks)
+        stats: dict[str, float] = engine.scheduler.get_kv_connector_stats().data
+        assert set(engine.read) == set(engine.cache.kv_caches), "the forward went on"
+        return stats
+
+    store_sevens()
+    assert loaded(0.0)["loads_by_layer"] == 1
+    assert set(bytes_of(engine, blocks[:4])) == {7}
+    assert not engine.bad_blocks
+    stats = loaded(1e-3)
+    assert (stats["loads_by_layer"], stats["loads_failed"]) == (1, 1)
+    assert stats.get("load_bytes", 0) == 0
+    assert engine.bad_blocks == set(blocks[:4]), "the engine computes them"
+    assert not any(map(any, engine.read.values())), "no layer had a byte of a page"
+    assert not any(bytes_of(engine, [*range(40)])), "nor got one later"
+    engine.bad_blocks.clear()
+    store_sevens()  # which finds nothing: what was stored before is not used any more
+    assert loaded(0.0)["loads_by_layer"] == 1, "those of the weights that are there now"
+    assert set(bytes_of(engine, blocks[:4])) == {7}
+    assert not engine.bad_blocks
 
 
 def test_weights_that_cannot_be_read_move_no_page_and_the_engine_goes_on(

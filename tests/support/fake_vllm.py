@@ -207,7 +207,11 @@ class StepLoop:
         blocks: int = 40,
         events: bool = False,
         model: str = "standin",
+        by_layer: bool = False,
     ) -> None:
+        """`by_layer`: the forward asks the connector for each layer before it reads it."""
+        self.by_layer = by_layer
+        self.read: dict[str, bytes] = {}  # what the last forward found in each layer
         self.cache = make_cache(blocks=blocks, specs=(FullAttentionSpec(),))
         self.config = self.cache.vllm_config
         self.config.kv_transfer_config = SimpleNamespace(
@@ -265,7 +269,7 @@ class StepLoop:
         metadata = self.scheduler.build_connector_meta(output)
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
-        self.worker.start_load_kv(None)
+        self.forward()
         self.worker.wait_for_save()
         received: set[str] = self.worker.get_transfer_results(set()).finished_recving
         self.bad_blocks |= self.worker.get_block_ids_with_load_errors()
@@ -274,6 +278,19 @@ class StepLoop:
         if report is not None:
             self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
         return received
+
+    def forward(self) -> None:
+        """What the worker's side of the connector sees of it: a hook, or one more a layer."""
+        if not self.by_layer:
+            self.worker.start_load_kv(None)
+            return
+        mode = SimpleNamespace(name="PIECEWISE")
+        self.worker.start_load_kv(
+            SimpleNamespace(cudagraph_runtime_mode=mode, attn_metadata={0: 0})
+        )
+        for layer, tensor in self.cache.kv_caches.items():
+            self.worker.wait_for_layer_load(layer)
+            self.read[layer] = tensor.numpy().tobytes()
 
     def compute(self, request: Any, blocks: list[int], *, external: int = 0) -> None:
         """All of a request in one step, and its end."""
