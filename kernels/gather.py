@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from kvstore.kernels.jit import FP_OPTIONS, jit, launches_on, tl
 from kvstore.kernels.paged_kv import (
@@ -232,29 +233,69 @@ def page_pieces(
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Numpy views (in a page, in the engine's memory) of equal shape that make up all that counts.
 
-    A piece is a block of one plane, or of all planes where they lie at equal distances. Seen as
-    wide integers: numpy then copies a dense run by memcpy, and a strided one word by word.
+    A piece is a block of one plane, or of all planes where they lie at equal distances; of a run of
+    pages, too, where neither they nor their blocks are scattered: a call of numpy costs as much as
+    a copy of some KiB. Seen as wide integers: numpy then copies a dense run by memcpy, and a
+    strided one word by word.
     """
-    width = kv.word_bytes([row.data_ptr() for row in rows])
+    places = [row.data_ptr() for row in rows]
+    width = kv.word_bytes(places)
     words = kv.dim * kv.dtype.itemsize // width
     sources = kv.stacked(width)
-    size = kv.block_tokens
-    page_tokens = blocks_a_page * size
-    for number, row in enumerate(rows):
-        page = row.numpy().view(f"i{width}")
+    size, count = kv.block_tokens, len(kv.planes)
+    whole = tokens // (blocks_a_page * size)
+    for first, stop in page_runs(ids, places, blocks_a_page, whole):
+        page = rows[first].numpy().view(f"i{width}")
         if order is TokenOrder.HND:
-            planes = page.reshape(len(kv.planes), kv.heads, page_tokens, words)
+            planes = page.reshape(count, kv.heads, blocks_a_page, size, words).swapaxes(1, 2)
         else:
-            planes = page.reshape(len(kv.planes), page_tokens, kv.heads, words).swapaxes(1, 2)
-        for at, block in enumerate(ids[number * blocks_a_page : (number + 1) * blocks_a_page]):
-            held = min(size, tokens - (number * blocks_a_page + at) * size)
+            planes = page.reshape(count, blocks_a_page, size, kv.heads, words).swapaxes(2, 3)
+        if stop - first > 1:
+            step = places[first + 1] - places[first]
+            shape, strides = (stop - first, *planes.shape), (step, *planes.strides)
+            run = as_strided(planes, shape, strides).swapaxes(0, 1)
+            begin = ids[first * blocks_a_page]
+            blocks = slice(begin, begin + (stop - first) * blocks_a_page)
+            yield from pairs_of(run, [source[:, blocks] for source in sources])
+            continue
+        for at, block in enumerate(ids[first * blocks_a_page : stop * blocks_a_page]):
+            held = min(size, tokens - (first * blocks_a_page + at) * size)
             if block == NO_BLOCK or held <= 0:
                 continue
-            part = planes[:, :, at * size : at * size + held]
-            if len(sources) == 1:
-                yield part, sources[0][:, block, :, :held]
-            elif held == size:
-                yield from zip(part, [source[0, block] for source in sources], strict=True)
+            if held == size and len(sources) > 1:
+                yield from zip(planes[:, at], [source[0, block] for source in sources], strict=True)
             else:
-                parts = [source[0, block, :, :held] for source in sources]
-                yield from zip(part, parts, strict=True)
+                parts = [source[:, block, :, :held] for source in sources]
+                yield from pairs_of(planes[:, at, :, :held], parts)
+
+
+def page_runs(
+    ids: NDArray[np.int64], places: Sequence[int], blocks_a_page: int, whole: int
+) -> Iterator[tuple[int, int]]:
+    """Runs [first, stop) of pages at equal distances whose blocks are neighbours in that order.
+
+    All of a run of several pages counts: it is among the `whole` first, and has no NO_BLOCK.
+    """
+    whole = min(whole, len(ids) // blocks_a_page)
+    starts = ids[: whole * blocks_a_page].reshape(whole, blocks_a_page)
+    inner = (np.diff(starts) == 1).all(1) & (starts[:, 0] != NO_BLOCK)
+    joined = inner[1:] & inner[:-1] & (starts[1:, 0] == starts[:-1, -1] + 1)
+    steps = np.diff(places)
+    first = 0
+    while first < len(places):
+        stop = first + 1
+        while stop < whole and joined[stop - 1] and steps[stop - 1] == steps[first]:
+            stop += 1
+        yield first, stop
+        first = stop
+
+
+def pairs_of(
+    pages: NDArray[Any], sources: Sequence[NDArray[Any]]
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Parts of pages [planes, ...], and the same of each source, in the pages' shape."""
+    if len(sources) == 1:
+        yield pages, sources[0].reshape(pages.shape)
+        return
+    for page, source in zip(pages, sources, strict=True):
+        yield page, source.reshape(page.shape)
