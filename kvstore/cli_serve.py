@@ -82,6 +82,7 @@ def serve(
     io_threads: Count = None,
     disk_codec: Codec = None,
     policy: Annotated[str | None, typer.Option(help="csl, lru, arc, gdsf, auto.")] = None,
+    host_policy: Annotated[str | None, typer.Option(help="same, or memory's own.")] = None,
     objective: Annotated[str | None, typer.Option(help="hits, ttft or compute.")] = None,
     even_tokens: Count = None,
     write_policy: Annotated[str | None, typer.Option(help="through, back, selective.")] = None,

@@ -151,6 +151,8 @@ class StoreConfig(BaseModel):
     disk_codec: DiskCodec = "raw"
     # What leaves a tier first; see README, "What stays".
     policy: Literal["csl", "lru", "arc", "gdsf", "auto"] = "csl"
+    # What leaves memory first, where that is not to be the same as for the disk behind it.
+    host_policy: Literal["same", "csl", "lru", "arc", "gdsf"] = "same"
     # What csl and gdsf are to save: hits, time to first token, or prefill work.
     objective: Literal["hits", "ttft", "compute"] = "hits"
     # At which position of a prompt attention costs as much as the rest of the model.

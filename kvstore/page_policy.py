@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvstore.prefix_index.page_table import HOST
 from kvstore.tiers.eviction import Run
 from kvstore.tiers.eviction_auto import AutoPolicy
 from kvstore.tiers.eviction_hints import HintedPolicy
+from kvstore.tiers.eviction_split import SplitPolicy
 from kvstore.tiers.policies import EVEN_TOKENS, make_policy
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 EPOCH_S = 1e9
 # What is remembered of pages that have gone is for so many pages at least.
 PAGES_MIN = 4096
+SAME = "same"  # one policy decides for memory and disk
 STUDY_SHARE_MAX = 0.02  # of one core
 _SHARE_WEIGHT = 0.1  # of the last study
 
@@ -40,14 +43,22 @@ class PagePolicy:
         clock: Callable[[], float],
         objective: str = "hits",
         even_tokens: float = EVEN_TOKENS,
+        *,
+        host_policy: str = SAME,
+        host_pages: int = 0,
     ) -> None:
-        """A policy for a store of about so many pages."""
+        """A policy for a store of about so many pages; of them memory, where it has its own."""
         made = make_policy(name, max(pages, PAGES_MIN), objective, even_tokens)
         self._auto = made if isinstance(made, AutoPolicy) else None
         self._objective = objective
         self._studied = clock()
         self._share = 0.0  # of one core, that studies took lately
-        self._policy = HintedPolicy(made)
+        self._split: SplitPolicy | None = None
+        self._host_policy = host_policy
+        if host_policy != SAME:
+            of_host = make_policy(host_policy, max(host_pages, PAGES_MIN), objective, even_tokens)
+            self._split = SplitPolicy(of_host, made, HOST)
+        self._policy = HintedPolicy(self._split or made)
         self._clock = clock
         self.hints = 0  # given so far: a ranking from before one is void
 
@@ -70,6 +81,12 @@ class PagePolicy:
 
     def touched(self, ids: Ids, now: float) -> None:
         self._policy.touch(ids, now + EPOCH_S)
+
+    def moved(self, ids: Ids, keys: Keys, tier: int, *, there: bool) -> None:
+        """Pages are in a tier from now on, or not any more."""
+        if self._split is not None and tier == HOST and len(ids):
+            now = self._clock() + EPOCH_S
+            (self._split.entered if there else self._split.exited)(ids, keys, now)
 
     def removed(self, ids: Ids, keys: Keys) -> None:
         self._policy.remove(ids, keys, self._clock() + EPOCH_S)
@@ -98,6 +115,7 @@ class PagePolicy:
     def report(self) -> dict[str, Any]:
         """What the policy knows, in plain types."""
         found: dict[str, Any] = {"name": self.name, "objective": self._objective}
+        found["host_policy"] = self._host_policy
         found["study_share"] = round(self._share, 6)
         return found | asdict(self._auto.report) if self._auto is not None else found
 

@@ -97,6 +97,8 @@ class Store(OperatorTools):
                 time.monotonic,
                 config.objective,
                 config.even_tokens,
+                host_policy=config.host_policy,
+                host_pages=config.host_bytes // USUAL_PAGE_BYTES,
             )
             index.policy = policy
             admission = DiskAdmission(config, index.table, _pages_expected(config))

@@ -57,6 +57,9 @@ class PageUses(Protocol):
     def touched(self, ids: Ids, now: float) -> None:
         """Pages of one chain were used again."""
 
+    def moved(self, ids: Ids, keys: npt.NDArray[np.uint64], tier: int, *, there: bool) -> None:
+        """Pages are in a tier from now on, or are about to leave it."""
+
     def removed(self, ids: Ids, keys: npt.NDArray[np.uint64]) -> None:
         """Pages are about to be forgotten."""
 
@@ -319,6 +322,8 @@ class PrefixIndex:
         self._residency.set_tier(ids, tier, np.asarray(slots, np.int64))
         if self.observer is not None:
             self.observer(ids, tier, True)
+        if self.policy is not None:
+            self.policy.moved(ids, self.table.key[ids, 0], tier, there=True)
 
     def clear_tier(self, ids: Sequence[int] | Ids, tier: int) -> npt.NDArray[np.int64]:
         """Pages have left a tier; returns their slots there. Ask may_leave or victims before.
@@ -329,6 +334,8 @@ class PrefixIndex:
         self._expect_live(ids)
         if self.observer is not None:
             self.observer(ids, tier, False)
+        if self.policy is not None:
+            self.policy.moved(ids, self.table.key[ids, 0], tier, there=False)
         return self._residency.clear_tier(ids, tier)
 
     def lease(self, page: int) -> None:

@@ -74,6 +74,33 @@ def test_a_chain_that_is_said_not_to_come_back_leaves_before_older_ones():
         store.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "host_policy", "stays"),
+    [("lru", "gdsf", True), ("gdsf", "lru", False), ("lru", "same", False), ("gdsf", "same", True)],
+)
+def test_memory_goes_by_its_own_policy_and_the_disk_by_the_other(
+    tmp_path, policy, host_policy, stays
+):
+    words = {"policy": policy, "host_policy": host_policy}
+    with Store.open(tmp_path / "s", host_bytes="512KiB", disk_bytes="64MiB", **words) as store:
+        session = store.session(SPEC)
+        put(session, prompt(0))
+        for _ in range(40):  # used far more often than all that follow, and before them
+            assert hits(session, prompt(0)) == 4
+        for number in range(1, 61):
+            put(session, prompt(number))
+            session.flush()
+        assert store.stats().counters["host_evictions"] > 100
+        with session.match(prompt(0)) as found:
+            assert found.pages == 4
+            assert found.host_pages == (4 if stays else 0)
+            if not stays:
+                assert found.stage(10.0) == 4
+        store.check()
+        assert store.stats().policy["host_policy"] == host_policy
+
+
 def test_hints_that_make_no_sense_are_refused():
     with Store.open(None, host_bytes="512KiB") as store:
         session = store.session(SPEC)
