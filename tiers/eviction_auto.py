@@ -160,8 +160,9 @@ class AutoPolicy(Policy):
 
     def _enter(self, pages: Ids, keys: Keys, run: Run, last: Scores | float) -> None:
         """Fill in the rows of new pages."""
-        for name in ("uses", "last", "hash", "sampled", "depth", "parent", "kind", "known"):
-            setattr(self, f"_{name}", grown(getattr(self, f"_{name}"), pages))
+        if int(pages.max()) >= len(self._uses):
+            for name in ("uses", "last", "hash", "sampled", "depth", "parent", "kind", "known"):
+                setattr(self, f"_{name}", grown(getattr(self, f"_{name}"), pages))
         hashes = mixed(keys)
         self._uses[pages] = 1
         self._last[pages] = last

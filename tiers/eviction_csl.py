@@ -147,13 +147,16 @@ class CslPolicy(Policy):
             self._cost[pages] = self._cost_of.of(run)
 
     def _make_room(self, pages: Ids) -> None:
+        rows = int(pages.max()) + 1 if len(pages) else 0
+        self._rows = max(self._rows, rows)
+        if rows <= len(self._last):
+            return
         self._last = grown(self._last, pages)
         self._frequency = grown(self._frequency, pages)
         self._length = grown(self._length, pages)
         known = len(self._cost)
         self._cost = grown(self._cost, pages)
         self._cost[known:] = 1.0
-        self._rows = max(self._rows, int(pages.max()) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,5 +196,6 @@ class Refit(Study):
 
 def _class(
     frequency: npt.NDArray[np.uint8], length: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.int64]:
-    return length.astype(np.int64) * FREQUENCIES + _bucket[frequency]
+) -> npt.NDArray[np.uint8]:
+    found: npt.NDArray[np.uint8] = length * np.uint8(FREQUENCIES) + _bucket[frequency]
+    return found

@@ -73,6 +73,8 @@ class GdsfPolicy(Policy):
         return None
 
     def _make_room(self, pages: Ids) -> None:
+        if len(pages) and int(pages.max()) < len(self._uses):
+            return
         self._uses = grown(self._uses, pages)
         self._cost = grown(self._cost, pages)
         self._worth = grown(self._worth, pages)

@@ -14,6 +14,7 @@ Invariant: a key has a row here as long as one of the caches has it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 HOT_PART = 0.05
 HOT_REFERENCES_MIN = 200
-_AHEAD_PART = 64  # as the store does: to make room for one is to make room for some
+_AHEAD_PART = 32  # as the store does: to make room for one is to make room for some
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ class Asked:
 
     def part(self, bits: int, left_out: set[int]) -> Asked:
         """Those that a smaller sample has."""
-        mine, above = in_sample(self.keys, bits), in_sample(self.above, bits)
-        if left_out:
-            mine &= np.array([key not in left_out for key in self.keys.tolist()], bool)
-            above &= np.array([key not in left_out for key in self.above.tolist()], bool)
+        mine = _looked_at(self.keys, bits, left_out)
+        above = _looked_at(self.above, bits, left_out)
+        if all(mine) and all(above):
+            return self
         return Asked(
             self.now,
             self.above[above],
@@ -74,11 +75,12 @@ class Shadow:
         self.hits = 0.0  # by weight, since somebody set it to 0
 
     def ask(
-        self, rows: Ids, above: int, keys: Keys, asked: Asked, worth: Scores
+        self, rows: Ids, above: int, keys: Keys, asked: Asked, worth_until: list[float]
     ) -> tuple[list[int], list[int]]:
         """Hit what is there from the first on, store the rest; rows that left for it, and came.
 
         keys: by row, of all. above: the row before the first one, NO_BLOCK if there is none.
+        worth_until: of so many rows from the first on.
         """
         tree, policy, now = self.tree, self.policy, asked.now
         if above != NO_BLOCK and not tree.resident[above]:
@@ -87,7 +89,7 @@ class Shadow:
         if hit:
             policy.touch(rows[:hit], now)
             tree.rescore(rows[:hit])
-            self.hits += float(worth[:hit].sum())
+            self.hits += worth_until[hit]
             if hit == len(rows):
                 return [], []
         parent = int(rows[hit - 1]) if hit else above
@@ -173,7 +175,8 @@ class Sample:
         weights = np.where(asked.hot, 0.0, each)
         if worth is not None:
             weights *= worth(asked)
-        self.references += float(weights.sum())
+        worth_until = [0.0, *accumulate(weights.tolist())]
+        self.references += worth_until[-1]
         above = NO_BLOCK
         if len(asked.above):
             above = self._row_of.get(int(asked.above[-1]), NO_BLOCK)
@@ -181,9 +184,9 @@ class Sample:
                 return  # nobody has what these hang below: misses that nobody can store
         rows = self._rows(asked.keys.tolist(), above)
         self._asked_of[rows] += 1
-        count, holders, loose = len(rows), self._holders, set(rows.tolist())
+        holders, loose = self._holders, set(rows.tolist())
         for shadow in self.shadows.values():
-            gone, stored = shadow.ask(rows, above, self._keys, asked, weights[:count])
+            gone, stored = shadow.ask(rows, above, self._keys, asked, worth_until)
             for row in gone:
                 holders[row] -= 1
             for row in stored:
@@ -292,6 +295,12 @@ def mixed(keys: Keys) -> Keys:
     found *= np.uint64(0x94D049BB133111EB)
     found ^= found >> np.uint64(31)
     return found
+
+
+def _looked_at(keys: Keys, bits: int, left_out: set[int]) -> list[bool]:
+    """By key; they are few, and plain numbers are faster then."""
+    shift = 64 - bits
+    return [not key >> shift and key not in left_out for key in keys.tolist()]
 
 
 def in_sample(hashes: Keys, bits: int) -> npt.NDArray[np.bool_]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # By sample: how much smaller it is than the first, in powers of two, and the sizes that it shows.
 SAMPLES = ((0, (0.5, 1.0)), (1, (2.0,)), (2, (4.0,)))
-SHADOW_PAGES = 512
+SHADOW_PAGES = 384
 SHADOW_PAGES_MIN = 32
 ROWS = 8 * SHADOW_PAGES  # of a sample: its shadows do not have the same pages
 EPOCH_REFERENCES = 1000  # sampled ones

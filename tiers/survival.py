@@ -25,6 +25,8 @@ AGE_FACTOR = 1.45
 PRIOR_WEIGHT = 20.0
 # What was counted fades by half about every so many events, so that a change of load is noticed.
 HALF_LIFE_EVENTS = 20_000
+# Touches that wait to be counted together: a look-up does not pay for it.
+PENDING_MAX = 64
 WORTH_MIN = 1e-12
 HAZARD_MAX = 1 - 1e-6
 _EDGES_S = np.concatenate([[0.0], AGE_FIRST_S * AGE_FACTOR ** np.arange(1, BINS + 1)])
@@ -46,11 +48,14 @@ class SurvivalTable:
         self._classes = classes
         self._closed = np.zeros((classes, BINS))
         self._lost = np.zeros((classes, BINS))
+        self._pending: list[tuple[Classes, Scores]] = []  # closed, and not counted yet
         self._log_worth = np.full(classes * (BINS + 1), math.log(WORTH_MIN))
 
     def close(self, classes: Classes, ages_s: Scores) -> None:
-        """Pages were used again, at those ages."""
-        self._closed += self.histogram(classes, ages_s)
+        """Pages were used again, at those ages. Both arrays are kept for a while."""
+        self._pending.append((classes, ages_s))
+        if len(self._pending) >= PENDING_MAX:
+            self._count()
 
     def lose(self, classes: Classes, ages_s: Scores) -> None:
         """Nobody will know whether these are used again."""
@@ -64,6 +69,7 @@ class SurvivalTable:
 
     def copy(self) -> SurvivalTable:
         """To refit while this one is used."""
+        self._count()
         made = SurvivalTable(self._classes)
         made._closed, made._lost = self._closed.copy(), self._lost.copy()
         made._log_worth = self._log_worth
@@ -71,6 +77,7 @@ class SurvivalTable:
 
     def adopt(self, learnt: SurvivalTable, events: int) -> None:
         """Go by what a copy has learnt; so many events passed since that was done last."""
+        self._count()
         self._log_worth = learnt._log_worth
         fade = 0.5 ** (events / HALF_LIFE_EVENTS)
         self._closed *= fade
@@ -78,6 +85,7 @@ class SurvivalTable:
 
     def refit(self, still_open: Scores) -> None:
         """Learn survival from all that is known; `still_open` is a histogram of open intervals."""
+        self._count()
         used = self._closed
         ended = used + self._lost + still_open
         # At risk in a bin: all that got so far, but for half of those that were last seen in it.
@@ -88,6 +96,13 @@ class SurvivalTable:
         survival = np.zeros((self._classes, BINS + 1))
         survival[:, 1:] = np.log1p(-np.minimum(hazard, HAZARD_MAX)).cumsum(axis=1)
         self._log_worth = np.log(_best_odds(survival)).ravel()
+
+    def _count(self) -> None:
+        """Add up what is pending."""
+        if self._pending:
+            classes, ages_s = zip(*self._pending, strict=True)
+            self._closed += self.histogram(np.concatenate(classes), np.concatenate(ages_s))
+            self._pending.clear()
 
     def worth(self, classes: Classes, ages_s: Scores) -> Scores:
         """Hits a second that holding such a page yields at best, WORTH_MIN if none is known of.
