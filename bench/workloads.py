@@ -66,6 +66,19 @@ SHAPES = {
     "summaries": Shape(context_blocks=90, grow_blocks=4.0, sessions=90),
     "fan-out": Shape(sessions=70, fan_out=4, calls=(10, 50)),
     "patient": Shape(think_part=0.3, think_s=400.0, sessions=110, hours=3.0),
+    # As published of coding agents: 120 Ki tokens a request, nothing shared, 0.96 at best.
+    "coding": Shape(
+        sessions=250,
+        hours=1.5,
+        tools=250,
+        prompt_blocks=(24, 60),
+        calls=(20, 80),
+        grow_blocks=7.0,
+        gap_s=12.0,
+        think_s=240.0,
+        think_part=0.08,
+        context_blocks=390,
+    ),
     "rush": Shape(sessions=220, hours=0.5, gap_s=3.0, think_part=0.02),
 }
 

@@ -66,6 +66,19 @@ def test_csl_loses_nothing_to_lru_on_agent_sessions(workload):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_csl_holds_on_long_coding_sessions_where_frequency_loses_points(seed):
+    names = ("lru", "csl", "lfu-da", "slru")
+    chosen = [word for name in names for word in ("--policy", name)]
+    trace = ("--workload", "coding", "--seed", seed)
+    found = json.loads(run_bench("eviction.py", *trace, "--capacity", "4%", *chosen, "--json"))
+    ratio = {name: found["block"][name][0] for name in names}
+    assert ratio["lfu-da"] < ratio["lru"] - 0.04
+    assert ratio["slru"] < ratio["lru"] - 0.03
+    assert ratio["csl"] >= ratio["lru"] - 0.003
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["scan", "loop", "documents", "chats"])
 def test_csl_is_at_least_lru_on_scans_loops_and_documents(workload):
     found = json.loads(
