@@ -66,7 +66,7 @@ SHAPES = {
     "summaries": Shape(context_blocks=90, grow_blocks=4.0, sessions=90),
     "fan-out": Shape(sessions=70, fan_out=4, calls=(10, 50)),
     "patient": Shape(think_part=0.3, think_s=400.0, sessions=110, hours=3.0),
-    # As published of coding agents: 120 Ki tokens a request, nothing shared, 0.96 at best.
+    # As published of coding agents: contexts grow to 200,000 tokens, nothing is shared.
     "coding": Shape(
         sessions=250,
         hours=1.5,
