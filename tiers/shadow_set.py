@@ -122,8 +122,7 @@ class ShadowSet:
 
     def use_less(self) -> None:
         """Look at half as many pages from the next run on, down to SHADOW_PAGES_MIN."""
-        if self._pages_most > SHADOW_PAGES_MIN:
-            self._pages_most //= 2
+        self._pages_most = max(SHADOW_PAGES_MIN, self._pages_most // 2)
 
     @property
     def left_out(self) -> set[int]:
