@@ -100,6 +100,7 @@ class ServerSession:
         self._matches: dict[int, HeldMatch] = {}
         self._reservations: dict[int, HeldReservation] = {}
         self._slots = StagingSlots(staging_bytes, session.spec.page_bytes)
+        self._page_token_bytes = TOKEN_BYTES * session.spec.page_tokens
         self._prompt_bytes = 0
         self._leased = HeldPages()
         self._commits = 0
@@ -175,8 +176,9 @@ class ServerSession:
             if len(self._reservations) >= RESERVATIONS_MAX:
                 raise CapacityError(f"{RESERVATIONS_MAX} reservations are open in this session")
             self._holds.begin_reservation()
-            limit = self._slots.free
-            offsets = self._slots.take(limit)  # nobody else gets them meanwhile
+            # Nobody else gets them meanwhile; what this prompt can't need stays for others.
+            limit = min(self._slots.free, len(tokens) // self._page_token_bytes)
+            offsets = self._slots.take(limit)
         wanted = number = 0
         try:
             made = self.session.reserve(tokens, extras, deadline_s=deadline_s, limit=limit)

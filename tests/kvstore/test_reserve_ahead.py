@@ -125,3 +125,26 @@ def test_the_end_of_a_session_gives_all_its_runs_up(store: Any) -> None:
     session.close()
     with store.session(SPEC).reserve(WHOLE) as run:
         assert run.count == 9
+
+
+def test_a_reservation_takes_no_more_staging_than_its_prompt_while_it_is_made(
+    tmp_path: Path,
+) -> None:
+    server = Server(ServerConfig(directory=tmp_path / "store", **SIZES))
+    server.store.wait_warm(10.0)
+    server.start()
+    with connect(f"kvstore://{server.config.address}", lookup_deadline_s=5.0) as made:
+        session = made.session(SPEC)
+        assert session.wait_open(10.0)
+        [held] = server.registry.sessions()
+        reserve, beside = held.session.reserve, []
+
+        def reserve_beside(*args: Any, **more: Any) -> Any:
+            held.session.reserve = reserve
+            beside.append(session.reserve(prompt(5, 3), deadline_s=1.0))
+            return reserve(*args, **more)
+
+        held.session.reserve = reserve_beside
+        first = session.reserve(WHOLE, deadline_s=1.0)
+        assert [(run.count, run.reason) for run in (first, *beside)] == [(9, ""), (3, "")]
+    assert server.stop()
