@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.hints import Hints
 
 LOOKUP_THREADS, STAGE_THREADS, SAVE_THREADS = 2, 4, 2
+COMMIT_THREADS = 2  # of their own: what waits for room would keep others from making it
 RESERVE_S_MAX = 1.0  # its thread may wait; unanswered, it costs the session
 COMMIT_S_MAX = 10.0
 GRANT_S_MAX = 20.0  # older grants are thrown away: the server forgets theirs after 30
@@ -83,6 +84,7 @@ class Lookups:
         self._lookup_crew = Crew("lookup", LOOKUP_THREADS, self._failed)
         self._stage_crew = Crew("stage", STAGE_THREADS, self._failed)
         self._save_crew = Crew("save", SAVE_THREADS, self._failed)
+        self._commit_crew = Crew("commit", COMMIT_THREADS, self._failed)
 
     def use(self, session: Any) -> None:
         """The session to ask, a RemoteSession; until then, everything is a miss."""
@@ -154,13 +156,13 @@ class Lookups:
 
     def commit(self, job: int) -> None:
         """See StorePort."""
-        self._save_crew.do(lambda: self._commit(job))
+        self._commit_crew.do(lambda: self._commit(job))
 
     def abort(self, job: int) -> None:
         """See StorePort."""
         reservation = self._rooms.pop(job, None)
         if reservation is not None:
-            self._save_crew.do(reservation.abort)
+            self._commit_crew.do(reservation.abort)
 
     def pin(self, chain: Chain, ttl_s: float) -> None:
         """See StorePort."""
@@ -190,7 +192,7 @@ class Lookups:
 
     def close(self) -> None:
         """End the threads and the session."""
-        for crew in (self._lookup_crew, self._stage_crew, self._save_crew):
+        for crew in (self._lookup_crew, self._stage_crew, self._save_crew, self._commit_crew):
             crew.stop()
         session, self._session = self._session, None
         if session is not None:

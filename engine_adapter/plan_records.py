@@ -199,7 +199,7 @@ class SavePhase(StrEnum):
     """Where a save stands."""
 
     RESERVING = "reserving"
-    HELD = "held"  # others write these pages: asked again later
+    HELD = "held"  # others write these pages, or staging is full: asked again later
     COPYING = "copying"
     GATED = "gated"  # copied, but a load that it builds on is not known to be good
     COMMITTING = "committing"
@@ -227,6 +227,14 @@ class Save:
     tail: Save | None = None  # follows when this one is done
     attempts: int = 0
     retry_s: float = 0.0
+    for_staging: bool = False  # what it waits for while it is held
+
+    def with_tails(self) -> Iterable[Save]:
+        """It and all that follow it."""
+        each: Save | None = self
+        while each is not None:
+            yield each
+            each = each.tail
 
 
 @dataclass(slots=True)

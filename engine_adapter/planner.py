@@ -267,7 +267,16 @@ class Planner:
 
     def counters(self) -> Counter[str]:
         """What happened; each only grows."""
-        return self._loading.counters + self._saving.counters
+        counted = self._loading.counters + self._saving.counters
+        counted["saves_refused"] = self._saving.refusals.count
+        counted["pinned_blocks_peak"] = self._saving.pins.peak
+        return counted
+
+    def take_lost(self) -> Mapping[str, int]:
+        """Full pages that will not be saved, by reason, since the last call."""
+        lost = dict(self._saving.lost)
+        self._saving.lost.clear()
+        return lost
 
     def held(self) -> Mapping[str, int]:
         """What is not given back yet; all 0 when nothing is under way."""
@@ -277,7 +286,7 @@ class Planner:
             "loads": len(self._loading.loads),
             "saves": len(self._saving.saves),
             "leavers": len(self._saving.leavers),
-            "pinned_blocks": self._saving.pinned_blocks,
+            "pinned_blocks": self._saving.pins.count,
         }
 
     def check(self) -> None:

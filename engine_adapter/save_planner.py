@@ -3,26 +3,31 @@
     full pages -> pinned -> reserve -> SaveJob -> copied by all ranks -> commit
                     |          |                     |                     |
                     cap        others have it:       unpinned; waits for   the next save of this
-                    reached:   unpinned, or held     loads it builds on    request may begin
-                    later      while they write it
+                    reached:   unpinned; others      loads it builds on    request may begin
+                    later      write it, or staging
+                               is full: held
 
 Invariants: a page is saved only when every token in it is confirmed; what was computed on a load
 that failed is dropped, never committed; a reservation is given back only after all ranks have left
 its memory; a request has one save under way, because the store publishes a chain from its top.
 What a request leaves behind when it ends is saved in turns, as far as its blocks still hold it:
-they are pinned when their turn comes, never more than the cap. Pure: time comes with each call.
+they are pinned when their turn comes, never more than the cap. What is not saved in the end is
+counted in `lost`, with the reason. Pure: time comes with each call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvstore.engine_adapter.block_pins import BlockPins
 from kvstore.engine_adapter.plan_records import NULL_BLOCK, Leaver, Save, SavePhase
+from kvstore.engine_adapter.store_refusals import IN_PROGRESS, LIMIT, PRESENT, Refusals
 from kvstore.engine_adapter.transfer_plan import PageSave, SaveJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from kvstore.engine_adapter.load_planner import Sizes
     from kvstore.engine_adapter.plan_records import (
@@ -36,12 +41,14 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.transfer_plan import SaveDone
 
 PINNED_SHARE_MAX = 0.10  # of the engine's block pool
-IN_PROGRESS, LIMIT, PRESENT = "in progress", "limit", "present"
 RETRY_S = 0.05
 ATTEMPTS_MAX = 20
-HOLD_S_MIN, HOLD_S_MAX = 0.25, 4.0  # after a refusal
+STAGING_S = 1.0  # to ask again at the latest; the end of any save that fills staging comes before
+# Reasons of this side why pages are lost.
+REUSED, TOO_LATE, TOO_MANY = "blocks reused", "too late", "too many requests"
+NOT_COPIED, NOT_PUBLISHED = "not copied", "not published"
 # An idle engine steps no longer for what a request left behind, and this many requests may have.
-LEAVE_S_MAX, LEAVERS_MAX = 30.0, 256
+LEAVE_S_MAX, LEAVERS_MAX = 30.0, 1024
 
 
 class SavePlanner:
@@ -52,15 +59,14 @@ class SavePlanner:
     ) -> None:
         self._sizes = sizes
         self._store = store
-        self._pool = pool
-        self._pinned_blocks_max = pinned_blocks_max
+        self.pins = BlockPins(pool, pinned_blocks_max)
+        self.refusals = Refusals()
         self._jobs = 0
         self.saves: dict[int, Save] = {}  # by job; tails are not in it yet
         self.leavers: dict[str, Leaver] = {}  # by request
         self.outbox: list[SaveJob] = []
-        self.pinned_blocks = 0
-        self.hold_until = -1.0
-        self._hold_s = HOLD_S_MIN
+        self._is_staging_free = False  # some of it may be, since the last look
+        self.lost: Counter[str] = Counter()  # pages by reason; for whoever tells, cleared by them
         self.counters: Counter[str] = Counter()
 
     def step(
@@ -116,22 +122,24 @@ class SavePlanner:
             self._refused(save, room, state, now)
             return
         stop = room.start + count
+        self.refusals.given()
         if not self._cover(save, room.start, stop, state):
             self._store.abort(save.job)
             self.counters["saves_without_parent"] += 1
             self._end(save, state, now)
             return
-        if stop < save.stop and room.reason in (LIMIT, IN_PROGRESS) and save.tail is None:
-            rest = {page: save.pinned.pop(page) for page in range(stop, save.stop)}
-            save.tail = self._record(save, stop, save.stop, rest)
-        self._unpin_pages(save, [page for page in save.pinned if not room.start <= page < stop])
+        if stop < save.stop:
+            self._cut(save, stop, room.reason, state, now)
+        self._is_staging_free = room.reason != LIMIT
+        self.pins.unpin(
+            save.pinned, [page for page in save.pinned if not room.start <= page < stop]
+        )
         save.start, save.count, save.phase = room.start, count, SavePhase.COPYING
         save.ranks = self._sizes.ranks
         pages = zip(room.offsets, range(room.start, stop), strict=False)
         self.outbox.append(
             SaveJob(save.job, tuple(PageSave(at, save.pinned[page]) for at, page in pages))
         )
-        self._hold_s = HOLD_S_MIN
 
     def copied(
         self,
@@ -149,10 +157,11 @@ class SavePlanner:
         save.ok = save.ok and done.ok
         if save.ranks > 0:
             return
-        self._unpin_pages(save, list(save.pinned))
+        self.pins.unpin(save.pinned, save.pinned)
         save.phase = SavePhase.GATED
         if not save.ok:
             self.counters["saves_failed"] += 1
+            self.lost[NOT_COPIED] += save.count
             save.dropped = True
         save.loads &= set(loads)
         self._pass_gate(save, self.state_of(save, state_of), now)
@@ -160,7 +169,7 @@ class SavePlanner:
     def load_over(self, load: Load, state_of: Mapping[str, RequestState], now: float) -> None:
         """A load is over: what was computed on it may be published, or must not be."""
         for save in [*self.saves.values()]:
-            for each in _with_tails(save):
+            for each in save.with_tails():
                 if load.job in each.loads:
                     each.loads.discard(load.job)
                     each.dropped = each.dropped or not load.ok
@@ -179,6 +188,7 @@ class SavePlanner:
         self.counters["pages_saved"] += done.pages
         if done.pages < save.count:
             self.counters["pages_not_saved"] += save.count - done.pages
+            self.lost[done.reason or NOT_PUBLISHED] += save.count - done.pages
         if state is not None and state.version == save.version:
             state.stored_pages = max(state.stored_pages, save.start + done.pages)
         self._end(save, state, now)
@@ -190,9 +200,14 @@ class SavePlanner:
         return leaver.state if leaver is not None else states.get(save.request)
 
     def tick(self, loads: Mapping[int, Load], now: float) -> None:
-        """Ask again for pages that others were writing; go on with what was left behind."""
+        """Ask again for pages that had to wait; go on with what was left behind."""
         for save in [*self.saves.values()]:
-            if save.phase is SavePhase.HELD and now >= save.retry_s:
+            if save.phase is not SavePhase.HELD:
+                continue
+            has_news = save.for_staging and self._is_staging_free
+            if has_news or now >= save.retry_s:
+                if has_news:
+                    self._is_staging_free = False  # the next one when this one was served
                 save.phase = SavePhase.RESERVING
                 self._store.reserve(save.job, save.chain)
         for leaver in [*self.leavers.values()]:
@@ -205,8 +220,8 @@ class SavePlanner:
         for leaver in [*self.leavers.values()]:
             self._forget(leaver)
         for save in [*self.saves.values()]:
-            for each in _with_tails(save):
-                self._unpin_pages(each, list(each.pinned))
+            for each in save.with_tails():
+                self.pins.unpin(each.pinned, each.pinned)
                 each.dropped = True
             if save.phase is SavePhase.HELD:
                 self._end(save, None, now)
@@ -231,14 +246,14 @@ class SavePlanner:
         waiting = any(
             save.phase is SavePhase.COPYING or save.policy.tells for save in self.saves.values()
         )
-        return bool(self.pinned_blocks or self.outbox or self.leavers or waiting)
+        return bool(self.pins.count or self.outbox or self.leavers or waiting)
 
     def frees_soon(self, state_of: Mapping[str, RequestState]) -> bool:
         """Whether blocks are held by nothing but a pin: their requests have left them."""
-        for save in self.saves.values() if self.pinned_blocks else ():
+        for save in self.saves.values() if self.pins.count else ():
             state = state_of.get(save.request)
             is_left = state is None or state.version != save.version
-            if is_left and any(each.pinned for each in _with_tails(save)):
+            if is_left and any(each.pinned for each in save.with_tails()):
                 return True
         return False
 
@@ -246,17 +261,18 @@ class SavePlanner:
         """Recount the pins; AssertionError with the numbers."""
         counted = 0
         for save in self.saves.values():
-            for each in _with_tails(save):
+            for each in save.with_tails():
                 counted += sum(len(blocks) for blocks in each.pinned.values())
-        assert counted == self.pinned_blocks, f"{counted} blocks pinned, {self.pinned_blocks} known"
-        assert self.pinned_blocks <= self._pinned_blocks_max, self.pinned_blocks
+        known = self.pins.count
+        assert counted == known, f"{counted} blocks pinned, {known} known"
+        assert known <= self.pins.blocks_max, known
         for request, leaver in self.leavers.items():
             job = leaver.state.save
             assert not job or job in self.saves, f"{request} waits for save {job}, which is over"
 
     def _plan(self, state: RequestState, full: int, loads: Mapping[int, Load], now: float) -> None:
         first = max(state.planned_pages, state.stored_pages)
-        if not state.policy.store or full <= first or state.save or now < self.hold_until:
+        if not state.policy.store or full <= first or state.save or self.refusals.holds(now):
             return
         save = self._make(state, first, full, loads)
         if save is None:
@@ -265,18 +281,21 @@ class SavePlanner:
         self._reserve(save)
 
     def _keep(self, state: RequestState, full: int, loads: Mapping[int, Load], now: float) -> None:
-        """Remember what lies over the cap, to pin it later if its blocks are as they are now."""
+        """Remember what is not saved yet, to pin it later if its blocks are as they are now: what
+        lies over the cap, and what is under way and may be refused.
+        """
         first = max(state.planned_pages, state.stored_pages)
-        if not state.policy.store or full <= first:
+        if not state.policy.store or full <= (state.stored_pages if state.save else first):
             return
         blocks = state.blocks[: full * self._sizes.blocks_a_page]
         on = {job for job, load in loads.items() if not load.blocks.isdisjoint(blocks)}
-        holds = self._pool.holds(blocks)
+        holds = self.pins.pool.holds(blocks)
         leaver = Leaver(state, full, holds, on, now + LEAVE_S_MAX)
         self.leavers[state.view.id] = leaver
-        is_refused = now < self.hold_until or len(self.leavers) > LEAVERS_MAX
-        if is_refused or not self._blocks(state, first):
-            self._forget(leaver)
+        if len(self.leavers) > LEAVERS_MAX:
+            self._forget(leaver, TOO_MANY)
+        elif not state.save:
+            self._leave_or_forget(leaver, first, now)
 
     def _follow(self, leaver: Leaver, loads: Mapping[int, Load], now: float) -> None:
         """Save the next part of what a request left behind, if there is room; or give it up."""
@@ -284,20 +303,33 @@ class SavePlanner:
         if state.save:
             return
         first = max(state.planned_pages, state.stored_pages)
-        is_over = first >= leaver.full or now < self.hold_until or now > leaver.until_s
-        if is_over or not self._blocks(state, first):
+        if first >= leaver.full:
             self._forget(leaver)
-        else:
+        elif self._leave_or_forget(leaver, first, now):
             self._plan(state, leaver.full, loads, now)
+
+    def _leave_or_forget(self, leaver: Leaver, first: int, now: float) -> bool:
+        """Whether what is left may still be saved; it is forgotten if not."""
+        if self.refusals.lasts(now):
+            self._forget(leaver, self.refusals.reason)
+        elif not self._blocks(leaver.state, first):
+            self._forget(leaver, REUSED)
+        elif now > leaver.until_s:
+            self._forget(leaver, self.refusals.reason if self.refusals.holds(now) else TOO_LATE)
+        else:
+            return True
+        return False
 
     @property
     def _has_room(self) -> bool:
-        return self.pinned_blocks + self._sizes.blocks_a_page <= self._pinned_blocks_max
+        return self._sizes.blocks_a_page <= self.pins.room
 
-    def _forget(self, leaver: Leaver) -> None:
+    def _forget(self, leaver: Leaver, why: str = "") -> None:
         state = leaver.state
         left = leaver.full - max(state.planned_pages, state.stored_pages)
         self.counters["pages_left_behind"] += max(left, 0)
+        if why and left > 0:
+            self.lost[why] += left
         self.leavers.pop(state.view.id, None)
 
     def _make(
@@ -305,7 +337,7 @@ class SavePlanner:
     ) -> Save | None:
         """A save of as many of pages [first, full) as may be pinned, from the first on."""
         pinned: dict[int, tuple[int, ...]] = {}
-        room = self._pinned_blocks_max - self.pinned_blocks
+        room = self.pins.room
         for page in range(first, full):
             blocks = self._blocks(state, page)
             if not blocks or NULL_BLOCK in blocks:
@@ -322,7 +354,7 @@ class SavePlanner:
         on = {job for job, load in loads.items() if not used.isdisjoint(load.blocks)}
         if (leaver := self._leaver(state)) is not None:
             on = set(leaver.loads)  # loads that began later are not into these blocks
-        self._pin(pinned.values())
+        self.pins.pin(pinned.values())
         state.planned_pages = stop
         self._jobs += 1
         return Save(
@@ -337,33 +369,26 @@ class SavePlanner:
             loads=on,
         )
 
-    def _record(
-        self, save: Save, first: int, stop: int, pinned: dict[int, tuple[int, ...]]
-    ) -> Save:
-        """What is left of a save, as one of its own; its blocks are pinned already."""
-        self._jobs += 1
-        return Save(
-            self._jobs,
-            save.request,
-            save.version,
-            save.policy,
-            save.chain,
-            first,
-            stop,
-            pinned,
-            loads=set(save.loads),
-            attempts=save.attempts + 1,
-        )
-
     def _reserve(self, save: Save) -> None:
         self.saves[save.job] = save
         save.phase = SavePhase.RESERVING
         self._store.reserve(save.job, save.chain)
 
+    def _cut(
+        self, save: Save, stop: int, reason: str, state: RequestState | None, now: float
+    ) -> None:
+        """There is room up to page `stop`: the rest follows this save, or waits for the store."""
+        first = max(stop, save.first)
+        rest = {page: save.pinned.pop(page) for page in range(first, save.stop)}
+        self._jobs += 1
+        loads = set(save.loads)
+        save.tail = replace(save, job=self._jobs, first=first, pinned=rest, loads=loads, attempts=0)
+        if reason not in (LIMIT, IN_PROGRESS):
+            self.refusals.refused(reason, now)
+            self._drop_tail(save, state)
+
     def _refused(self, save: Save, room: Room, state: RequestState | None, now: float) -> None:
-        if room.reason == IN_PROGRESS and save.attempts < ATTEMPTS_MAX:
-            save.attempts += 1
-            save.phase, save.retry_s = SavePhase.HELD, now + RETRY_S
+        if self._asks_again(save, room.reason, now):
             return
         if room.reason == PRESENT:
             self.counters["pages_present"] += save.stop - save.first
@@ -372,12 +397,26 @@ class SavePlanner:
         elif room.reason == IN_PROGRESS:
             self.counters["saves_left_to_others"] += 1
         else:
-            self.counters["saves_refused"] += 1
-            self.hold_until = now + self._hold_s
-            self._hold_s = min(2 * self._hold_s, HOLD_S_MAX)
+            self.refusals.refused(room.reason, now)
             if state is not None and state.version == save.version:
                 state.planned_pages = min(state.planned_pages, save.first)
+            else:
+                self.lost[room.reason] += save.stop - save.first
         self._end(save, state, now)
+
+    def _asks_again(self, save: Save, reason: str, now: float) -> bool:
+        """Whether a save waits: others write its pages, or saves under way fill the staging."""
+        if reason not in (LIMIT, IN_PROGRESS):
+            return False
+        save.for_staging = reason == LIMIT
+        is_filled = save.for_staging and any(each.count for each in self.saves.values())
+        if not is_filled:
+            save.attempts += 1
+        if save.attempts > ATTEMPTS_MAX:
+            return False
+        save.phase = SavePhase.HELD
+        save.retry_s = now + (STAGING_S if is_filled else RETRY_S)
+        return True
 
     def _cover(self, save: Save, start: int, stop: int, state: RequestState | None) -> bool:
         """Pin pages of [start, stop) that lie before the save's own; False if they are gone.
@@ -392,11 +431,11 @@ class SavePlanner:
         found = {page: self._blocks(state, page) for page in missing}
         count = sum(len(blocks) for blocks in found.values())
         bad = any(not blocks or NULL_BLOCK in blocks for blocks in found.values())
-        if bad or self.pinned_blocks + count > self._pinned_blocks_max:
+        if bad or count > self.pins.room:
             state.stored_pages = min(state.stored_pages, start)
             state.planned_pages = min(state.planned_pages, start)
             return False
-        self._pin(found.values())
+        self.pins.pin(found.values())
         save.pinned.update(found)
         return True
 
@@ -411,19 +450,32 @@ class SavePlanner:
     def _end(self, save: Save, state: RequestState | None, now: float) -> None:
         """The save is over; its tail, if it has one and is still wanted, begins."""
         self.saves.pop(save.job, None)
-        self._unpin_pages(save, list(save.pinned))
+        self.pins.unpin(save.pinned, save.pinned)
         if state is not None and state.save == save.job:
             state.save = 0
-        tail, save.tail = save.tail, None
+        self._is_staging_free = self._is_staging_free or bool(save.count)
+        tail = save.tail
         if tail is None:
             return
-        if tail.dropped or save.dropped or now < self.hold_until:
-            for each in _with_tails(tail):
-                self._unpin_pages(each, list(each.pinned))
+        if tail.dropped or save.dropped or self.refusals.holds(now):
+            self._drop_tail(save, state)
             return
+        save.tail = None
         if state is not None and not state.save:
             state.save = tail.job
         self._reserve(tail)
+
+    def _drop_tail(self, save: Save, state: RequestState | None) -> None:
+        """Unpin what follows a save; planned anew if its request, or what that left, is there."""
+        tail, save.tail = save.tail, None
+        for each in tail.with_tails() if tail is not None else ():
+            self.pins.unpin(each.pinned, each.pinned)
+            if each.dropped or save.dropped:
+                continue
+            if state is not None and state.version == each.version:
+                state.planned_pages = min(state.planned_pages, each.first)
+            else:
+                self.lost[self.refusals.reason] += each.stop - each.first
 
     def _blocks(self, state: RequestState, page: int) -> tuple[int, ...]:
         """The blocks of a page; empty if the table does not reach it, or they were reused."""
@@ -432,7 +484,7 @@ class SavePlanner:
         blocks = tuple(state.blocks[part])
         leaver = self._leaver(state)
         if leaver is not None:
-            pairs = zip(leaver.holds[part], self._pool.holds(blocks), strict=True)
+            pairs = zip(leaver.holds[part], self.pins.pool.holds(blocks), strict=True)
             if any(held is None or held is not now for held, now in pairs):
                 return ()
         return blocks if len(blocks) == count else ()
@@ -440,23 +492,3 @@ class SavePlanner:
     def _leaver(self, state: RequestState) -> Leaver | None:
         leaver = self.leavers.get(state.view.id)
         return leaver if leaver is not None and leaver.state is state else None
-
-    def _pin(self, pages: Iterable[tuple[int, ...]]) -> None:
-        blocks = [block for page in pages for block in page]
-        self._pool.pin(blocks)
-        self.pinned_blocks += len(blocks)
-        more = self.pinned_blocks - self.counters["pinned_blocks_peak"]
-        self.counters["pinned_blocks_peak"] += max(more, 0)
-
-    def _unpin_pages(self, save: Save, pages: list[int]) -> None:
-        blocks = [block for page in pages for block in save.pinned.pop(page)]
-        if blocks:
-            self.pinned_blocks -= len(blocks)
-            self._pool.unpin(blocks)
-
-
-def _with_tails(save: Save) -> Iterable[Save]:
-    each: Save | None = save
-    while each is not None:
-        yield each
-        each = each.tail

@@ -22,9 +22,10 @@ from kvstore.engine_adapter.load_planner import (
     Sizes,
 )
 from kvstore.engine_adapter.lookups import UNREACHABLE, Lookups
-from kvstore.engine_adapter.plan_records import Policy, Room
+from kvstore.engine_adapter.plan_records import Policy
 from kvstore.engine_adapter.planner import PAUSE, Planner
-from kvstore.engine_adapter.save_planner import IN_PROGRESS, LIMIT, PINNED_SHARE_MAX, PRESENT
+from kvstore.engine_adapter.save_losses import why_lost
+from kvstore.engine_adapter.save_planner import PINNED_SHARE_MAX
 from kvstore.engine_adapter.transfer_plan import CANCELLED, StepPlan
 from kvstore.engine_adapter.vllm_blocks import VllmBlocks
 from kvstore.engine_adapter.vllm_events import PageEvents
@@ -55,10 +56,9 @@ ATTACH_S_MAX = 5.0
 ATTACH_POLL_S = 0.005
 # Requests wait for so many attempts to attach; later ones get rarer.
 GRANTS_HOPED, GRANT_PAUSE_S, GRANT_PAUSE_S_MAX = 3, 0.25, 60.0
-SAY_AGAIN_S = 600.0
-# Reasons not to load that an operator wants to know of, and answers to a reservation that are none.
+SAY_AGAIN_S, LINES_MAX = 600.0, 99
+# Reasons not to load that an operator wants to know of.
 TROUBLE = frozenset({TOO_SLOW_DISK, TOO_SLOW_LOOKUP, LOST_LEASE, PAUSE})
-ORDINARY = frozenset({"", PRESENT, IN_PROGRESS, LIMIT, UNREACHABLE})
 
 _log = logging.getLogger("kvstore.vllm")
 
@@ -336,9 +336,11 @@ class VllmScheduler:
             self._ask_grant_s = now + ATTACH_WAIT_S
             self.lookups.ask_grant(self._ranks)
         for event in self.lookups.drain(epoch):
-            if isinstance(event, Room) and not event.offsets and event.reason not in ORDINARY:
-                self._warn(f"not saved, the store has no room: {event.reason}")
             self.planner.event(event, now)
+        for reason, pages in self.planner.take_lost().items():
+            self._add(pages_lost=pages)
+            if reason != UNREACHABLE:  # said already
+                self._warn(why_lost(reason))
         self._events.note(self.planner.published, self._requests)
         self.planner.published.clear()
         if not self.planner.saves_left:
@@ -468,6 +470,10 @@ class VllmScheduler:
 
     def _warn(self, line: str) -> None:
         now = time.monotonic()
-        if now - self._warned_s.get(line, -SAY_AGAIN_S) >= SAY_AGAIN_S and len(self._warned_s) < 99:
+        if len(self._warned_s) >= LINES_MAX:  # lines that name numbers; old ones may be said again
+            kept = {each: at for each, at in self._warned_s.items() if now - at < SAY_AGAIN_S}
+            self._warned_s = kept
+        is_due = now - self._warned_s.get(line, -SAY_AGAIN_S) >= SAY_AGAIN_S
+        if is_due and len(self._warned_s) < LINES_MAX:
             self._warned_s[line] = now
             _log.warning("%s (said once in %d minutes)", line, SAY_AGAIN_S / 60)

@@ -25,6 +25,7 @@ COUNTERS = {
     "saves_failed": "Saves that a rank could not finish.",
     "saves_refused": "Saves for which the store had no room or no answer.",
     "saves_over_pin_cap": "Times that full pages waited because too many blocks were pinned.",
+    "pages_lost": "Full pages that were not saved, for whatever reason; the log names it.",
     "pages_left_behind": "Full pages of ended requests whose blocks were reused before their turn.",
     "store_errors": "Calls to the store that failed in an unexpected way.",
     "hook_errors": "Errors in this plug-in, each turned into a miss.",

@@ -46,7 +46,7 @@ class CalmMachine(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = LruPool()
-        self.planner._saving._pool = self.pool
+        self.planner._saving.pins.pool = self.pool
         # Pages of requests that ended, and what their blocks held.
         self.owed: dict[tuple[int, ...], list[tuple[int, object]]] = {}
 

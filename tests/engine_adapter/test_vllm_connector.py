@@ -51,7 +51,11 @@ def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
     made: list[StepLoop] = []
 
     def make(
-        version: str | None = "1", events: bool = False, model: Any = "standin", **extra: Any
+        version: str | None = "1",
+        events: bool = False,
+        model: Any = "standin",
+        blocks: int = 40,
+        **extra: Any,
     ) -> StepLoop:
         by_layer = bool(extra.get("load_by_layer"))
         settings = {
@@ -61,7 +65,12 @@ def engines(module: Any, server: ServerProcess) -> Iterator[Any]:
             "page_tokens": PAGE,
             "start_wait_s": 20.0,
         }
-        more: dict[str, Any] = {"events": events, "model": str(model), "by_layer": by_layer}
+        more: dict[str, Any] = {
+            "blocks": blocks,
+            "events": events,
+            "model": str(model),
+            "by_layer": by_layer,
+        }
         made.append(StepLoop(module, settings | extra, **more))
         return made[-1]
 
@@ -434,6 +443,31 @@ def test_pins_are_counted_at_their_peak_and_stay_under_a_tenth_of_the_pool(engin
     assert counted["saves_over_pin_cap"] > 0
     assert counted["pages_saved"] == 6, "the rest in turns, after the end"
     assert counted.get("pages_left_behind", 0) == 0
+
+
+def test_more_pages_at_once_than_staging_takes_are_all_saved(engines: Any) -> None:
+    engine = attached(engines("burst", blocks=8000))
+    pages, requests, first = 60, [], 1
+    for number in range(20):
+        request = make_request(list(range(1000 * number, 1000 * number + pages * PAGE + 2)))
+        count = -(-request.num_tokens // BLOCK)
+        requests.append((request, list(range(first, first + count)), 0))
+        first += count
+    for request, blocks, _ in requests:
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request) == (0, False)
+        engine.scheduler.update_state_after_alloc(request, (blocks,), 0)
+        for block in blocks[: request.num_tokens // BLOCK]:
+            engine.pool.blocks[block].block_hash = object()
+    engine.step({each.request_id: each.num_tokens for each, _, _ in requests}, tuple(requests))
+    for request, blocks, _ in requests:
+        request.num_computed_tokens = request.num_tokens
+        engine.scheduler.request_finished(request, blocks)
+    engine.idle()
+    counted = engine.scheduler.get_kv_connector_stats().data
+    assert counted["pages_saved"] == 20 * pages
+    assert not counted.get("pages_lost")
+    assert engine.pool.pinned == 0
 
 
 @pytest.mark.parametrize("aged_s", [0.0, GRANT_S_MAX])
