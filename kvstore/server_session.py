@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 MATCHES_MAX = 4096
 RESERVATIONS_MAX = 1024
 PROMPT_BYTES_MAX = 64 << 20  # of tokens kept so that longer prompts can go on from them
-UPLOAD_S_MAX = 30.0  # a reservation that nobody fills ends after so long
+# A reservation that nobody fills ends after so long. Who writes to staging lives, as its heartbeats
+# say, and may have an engine whose steps take most of a minute: two pass until its pages are there.
+UPLOAD_S_MAX, STAGED_S_MAX = 30.0, 600.0
 
 
 class UnknownHandle(ClosedError):
@@ -249,8 +251,8 @@ class ServerSession:
     def sweep(self) -> int:
         """Give up reservations that have been open for too long; how many."""
         with self._lock:
-            now = self._clock()
-            old = [n for n, r in self._reservations.items() if r.since_s + UPLOAD_S_MAX < now]
+            since_s = self._clock() - (STAGED_S_MAX if self.staging else UPLOAD_S_MAX)
+            old = [n for n, r in self._reservations.items() if r.since_s < since_s]
         for number in old:
             self.abort(number)
         return len(old)

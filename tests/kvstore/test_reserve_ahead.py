@@ -148,3 +148,24 @@ def test_a_reservation_takes_no_more_staging_than_its_prompt_while_it_is_made(
         first = session.reserve(WHOLE, deadline_s=1.0)
         assert [(run.count, run.reason) for run in (first, *beside)] == [(9, ""), (3, "")]
     assert server.stop()
+
+
+@pytest.mark.parametrize(("shared", "kept_s", "ended_s"), [(True, 500.0, 601.0), (False, 29, 31)])
+def test_who_writes_to_staging_may_take_minutes_between_two_steps(
+    tmp_path: Path, shared: bool, kept_s: float, ended_s: float
+) -> None:
+    server = Server(ServerConfig(directory=tmp_path / "store", **SIZES))
+    server.store.wait_warm(10.0)
+    server.start()
+    address = f"kvstore://{server.config.address}"
+    with connect(address, shared_memory=shared, lookup_deadline_s=5.0) as made:
+        session = made.session(SPEC)
+        assert session.wait_open(10.0)
+        [held] = server.registry.sessions()
+        held._clock = lambda: 0.0
+        assert session.reserve(WHOLE, deadline_s=1.0).count == 9
+        held._clock = lambda: kept_s
+        assert held.sweep() == 0
+        held._clock = lambda: ended_s
+        assert held.sweep() == 1
+    assert server.stop()
