@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.engine_adapter.load_choice import LOOKUP_S_MIN
@@ -20,13 +21,18 @@ from kvstore.engine_adapter.plan_records import Load, LoadPlan, Phase
 from kvstore.engine_adapter.transfer_plan import SKIP_BLOCK, LoadJob, PageLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstore.engine_adapter.load_choice import LoadChoice
     from kvstore.engine_adapter.plan_records import Found, RequestState, StorePort
     from kvstore.engine_adapter.transfer_plan import LoadDone
 
 ASKS_MAX = 3  # look-ups of one attempt: a lost lease is looked up again
+# While a request waits its turn others store and give leases back: the next in line look again.
+STALE_S, NEXT_IN_LINE = 2.0, 8
+# Of many look-ups at once only so many are on their way: the time of the others runs when it is
+# their turn. A server that answers none of them ends that by a breaker, at the latest this does.
+ON_THEIR_WAY, IN_LINE_S_MAX = 4, 2.0
 TOO_SLOW_DISK, TOO_SLOW_LOOKUP = "the disk took too long", "the look-up took too long"
 LOST_LEASE = "the lease was lost"
 LOST_SLOT = -1  # a page whose place is not known any more: the load of it fails
@@ -68,6 +74,7 @@ class LoadPlanner:
         self._tickets = 0
         self._jobs = 0
         self.askers: dict[int, RequestState] = {}  # by ticket
+        self._unanswered: dict[int, None] = {}  # tickets, in order
         self.loads: dict[int, Load] = {}  # by job
         self.outbox: list[LoadJob] = []
         self.cancelled: list[int] = []
@@ -79,14 +86,32 @@ class LoadPlanner:
         state.ticket, state.found = self._tickets, None
         state.asks += 1
         self.askers[state.ticket] = state
+        self._unanswered[state.ticket] = None
         pages = state.view.length // self._sizes.page_tokens
         self._store.look_up(state.ticket, state.view.chain(pages))
 
-    def found(self, found: Found) -> None:
+    def found(self, found: Found, now: float) -> None:
         """A look-up was answered."""
+        self._unanswered.pop(found.ticket, None)
         state = self.askers.get(found.ticket)
         if state is not None and state.ticket == found.ticket:
-            state.found = found
+            state.found, state.found_s = found, now
+
+    def look_again(self, states: Iterable[RequestState], now: float) -> None:
+        """Of requests in the order of their turns: ask anew for those whose answer is old."""
+        waiting = (
+            state
+            for state in states
+            if state.phase is Phase.WAITING and state.policy.load and not state.bypass
+        )
+        for state in islice(waiting, NEXT_IN_LINE):
+            found, whole = state.found, state.view.length // self._sizes.page_tokens
+            if found is None or found.staging or now - state.found_s < STALE_S:
+                continue
+            if found.pages < whole:
+                self.release(state)
+                state.asks, state.asked_s = 0, -1.0
+                self.ask(state)
 
     def match(self, state: RequestState, local_tokens: int, now: float) -> Answer:
         """What to tell a scheduler that has `local_tokens` of this request itself.
@@ -108,7 +133,12 @@ class LoadPlanner:
             self.ask(state)
         found = state.found
         if found is None:
-            if now - state.asked_s < self._choice.lookup_deadline_s(state.view.length):
+            oldest = next(iter(self._unanswered), state.ticket)
+            if state.ticket - oldest >= ON_THEIR_WAY and now - state.asked_s < IN_LINE_S_MAX:
+                return ASK_AGAIN
+            if state.begun_s < state.asked_s:
+                state.begun_s = now
+            if now - state.begun_s < self._choice.lookup_deadline_s(state.view.length):
                 return ASK_AGAIN
             state.reason = TOO_SLOW_LOOKUP
             return NOTHING
@@ -228,6 +258,7 @@ class LoadPlanner:
         return jobs, cancelled
 
     def _release_ticket(self, ticket: int) -> None:
+        self._unanswered.pop(ticket, None)
         if self.askers.pop(ticket, None) is not None:
             self._store.release(ticket)
 

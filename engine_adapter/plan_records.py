@@ -157,8 +157,10 @@ class RequestState:
     phase: Phase = Phase.WAITING
     ticket: int = 0
     found: Found | None = None
+    found_s: float = 0.0  # when it was told
     asks: int = 0
     asked_s: float = -1.0  # when the engine first wanted to know, in this attempt
+    begun_s: float = -2.0  # and when no other look-ups were before its own any more
     plan: LoadPlan | None = None
     job: int = 0  # of a load that is not answered yet
     bypass: str = ""  # why nothing is loaded for it any more

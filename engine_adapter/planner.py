@@ -171,13 +171,14 @@ class Planner:
     def take(self, now: float) -> Jobs:
         """What the workers shall do in the next step."""
         self._saving.tick(self._loading.loads, now)
+        self._loading.look_again(self._requests.values(), now)
         loads, cancelled = self._loading.take()
         return Jobs(loads, self._saving.take(), cancelled)
 
     def event(self, event: StoreEvent, now: float) -> None:
         """An answer of the store."""
         if isinstance(event, Found):
-            self._loading.found(event)
+            self._loading.found(event, now)
         elif isinstance(event, Room):
             self._saving.reserved(event, self._state_of_save(event.job), now)
         elif isinstance(event, Committed):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
-from kvstore.engine_adapter.load_planner import LOST_SLOT, Answer, Sizes
+from kvstore.engine_adapter.load_planner import LOST_SLOT, NEXT_IN_LINE, Answer, Sizes
 from kvstore.engine_adapter.plan_records import Chain, Committed, Found, Policy, Room
 from kvstore.engine_adapter.planner import Planner
 from kvstore.engine_adapter.save_planner import LEAVERS_MAX
@@ -122,6 +122,51 @@ def test_a_look_up_that_takes_too_long_is_a_miss_and_still_good_later() -> None:
     made.arrive(Request("b", 20), Policy())
     assert made.match("b", 0, 10.0).tokens is None
     assert made.match("b", 0, 10.03).tokens == 0
+
+
+def test_the_time_of_a_look_up_runs_when_those_before_it_are_answered() -> None:
+    made, _, _ = planner(mode=LoadMode.AUTO)
+    made.choice.prefilled(1000, 0.01)
+    for number in range(100):
+        made.arrive(Request(f"r{number}", 20), Policy())
+    assert made.match("r99", 0, 10.0).tokens is None
+    assert made.match("r99", 0, 11.0).tokens is None
+    for ticket in range(1, 100):
+        made.event(Found(ticket), 11.0)
+    assert made.match("r99", 0, 11.0).tokens is None
+    assert made.match("r99", 0, 11.01).tokens is None
+    assert made.match("r99", 0, 11.03).tokens == 0
+    for number in range(100, 200):
+        made.arrive(Request(f"r{number}", 20), Policy())
+    assert made.match("r199", 0, 20.0).tokens is None
+    assert made.match("r199", 0, 21.9).tokens is None
+    made.match("r199", 0, 22.1)
+    assert made.match("r199", 0, 22.2).tokens == 0, "not for ever"
+
+
+def test_the_next_in_line_are_looked_up_again_when_their_answer_is_old_and_not_all() -> None:
+    made, store, _ = planner()
+    for number, pages in enumerate((0, 1, 2)):
+        made.arrive(Request(f"r{number}", 20), Policy())
+        made.event(Found(number + 1, pages, pages), 0.0)
+    made.arrive(Request("no", 20), Policy(load=False))
+    assert made.match("r0", 0, 0.0).tokens == 0, "and its engine has no room for it yet"
+    store.calls.clear()
+    made.take(1.9)
+    assert not store.calls
+    made.take(2.1)
+    assert store.calls == [("release", 1), ("look_up", 4, 2), ("release", 2), ("look_up", 5, 2)]
+    assert made.match("r0", 0, 2.1).tokens is None
+    made.event(Found(4, 2, 2), 2.1)
+    assert made.match("r0", 0, 2.1).tokens == 16
+    for number in range(20):
+        made.arrive(Request(f"more{number}", 20), Policy())
+        made.event(Found(6 + number), 2.2)
+    made.event(Found(5), 2.2)
+    store.calls.clear()
+    made.take(5.0)
+    assert len(store.calls) == 2 * (NEXT_IN_LINE - 2), "those whose turn is far wait"
+    made.check()
 
 
 def test_who_always_loads_waits_longer_for_a_look_up_but_not_for_ever() -> None:
