@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from planner_stories import (
+    Request,
+    planner,
+    saved,
+)
 
-import pytest
-
-from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
-from kvstore.engine_adapter.load_planner import LOST_SLOT, NEXT_IN_LINE, Answer, Sizes
-from kvstore.engine_adapter.plan_records import Chain, Committed, Found, Policy, Room
-from kvstore.engine_adapter.planner import Planner
-from kvstore.engine_adapter.save_planner import LEAVERS_MAX
+from kvstore.engine_adapter.load_choice import LoadMode
+from kvstore.engine_adapter.load_planner import LOST_SLOT, NEXT_IN_LINE, Answer
+from kvstore.engine_adapter.plan_records import Committed, Found, Policy, Room
 from kvstore.engine_adapter.transfer_plan import (
     SKIP_BLOCK,
     LoadDone,
@@ -19,86 +19,6 @@ from kvstore.engine_adapter.transfer_plan import (
     WorkerReport,
 )
 from kvstore.hints import Hints
-
-BLOCK, PAGE = 4, 8
-
-
-@dataclass
-class Request:
-    """Tokens 0, 1, 2, ..."""
-
-    id: str
-    length: int
-
-    def chain(self, pages: int) -> Chain:
-        assert pages * PAGE <= self.length
-        return Chain(bytes(4 * pages * PAGE), {})
-
-
-@dataclass
-class Store:
-    """Writes down what it is asked."""
-
-    calls: list[tuple[object, ...]] = field(default_factory=list)
-    lost: bool = False
-
-    def look_up(self, ticket: int, chain: Chain) -> None:
-        self.calls.append(("look_up", ticket, len(chain.tokens) // (4 * PAGE)))
-
-    def places(self, ticket: int, start: int, stop: int) -> list[tuple[int, int]]:
-        return [] if self.lost else [(100 + page, 2) for page in range(start, stop)]
-
-    def release(self, ticket: int) -> None:
-        self.calls.append(("release", ticket))
-
-    def reserve(self, job: int, chain: Chain) -> None:
-        self.calls.append(("reserve", job, len(chain.tokens) // (4 * PAGE)))
-
-    def commit(self, job: int) -> None:
-        self.calls.append(("commit", job))
-
-    def abort(self, job: int) -> None:
-        self.calls.append(("abort", job))
-
-    def pin(self, chain: Chain, ttl_s: float) -> None:
-        self.calls.append(("pin", len(chain.tokens) // (4 * PAGE), ttl_s))
-
-    def hint(self, chain: Chain, hints: Hints) -> None:
-        self.calls.append(("hint", len(chain.tokens) // (4 * PAGE), hints))
-
-    def end_conversation(self, name: str) -> None:
-        self.calls.append(("end", name))
-
-
-@dataclass
-class Pool:
-    """Counts pins. `told`: of each block that is not in use by another since."""
-
-    pinned: list[int] = field(default_factory=list)
-    told: dict[int, object] = field(default_factory=dict)
-
-    def holds(self, blocks: object) -> list[object]:
-        return [
-            self.told.setdefault(block, object())
-            for block in list(blocks)  # type: ignore[call-overload]
-        ]
-
-    def pin(self, blocks: object) -> None:
-        self.pinned += list(blocks)  # type: ignore[call-overload]
-
-    def unpin(self, blocks: object) -> None:
-        for block in list(blocks):  # type: ignore[call-overload]
-            self.pinned.remove(block)
-
-
-def planner(
-    *, sync: bool = False, pins: int = 100, ranks: int = 1, mode: LoadMode = LoadMode.ALWAYS
-) -> tuple[Planner, Store, Pool]:
-    choice = LoadChoice(mode, 1 << 20, PAGE)
-    choice.copy_bytes_a_second = 1e12 if sync else 1.0
-    store, pool = Store(), Pool()
-    made = Planner(Sizes(PAGE, BLOCK, ranks), store, pool, choice, pinned_blocks_max=pins)
-    return made, store, pool
 
 
 def test_a_request_is_looked_up_when_it_arrives_and_asked_again_until_the_answer() -> None:
@@ -317,218 +237,6 @@ def test_the_last_page_of_a_request_is_saved_when_it_ends() -> None:
     assert made.needs_steps
 
 
-def blocks_of_next_save(
-    made: Planner, job: int, start: int, pages: int, reason: str = ""
-) -> list[int]:
-    """The blocks that it copies, once it is published."""
-    made.event(Room(job, start, tuple(range(pages)), reason), 0.0)
-    [save] = made.take(0.0).saves
-    made.report(WorkerReport(saves=(SaveDone(job, True),)), 0.0)
-    made.event(Committed(job, pages), 0.0)
-    made.take(0.1)
-    return [block for page in save.pages for block in page.blocks]
-
-
-def ended_over_the_cap() -> tuple[Planner, Store, Pool]:
-    """Five pages in one step and the end; two may be pinned at a time."""
-    made, store, pool = planner(pins=4)
-    made.arrive(Request("a", 5 * PAGE + 2), Policy(load=False))
-    made.allocated("a", list(range(1, 12)), 0)
-    made.step("a", None, 0, 5 * PAGE + 2, 0.0)
-    made.finished("a", list(range(1, 12)), 5 * PAGE + 2, well=True, now=0.0)
-    assert pool.pinned == [1, 2, 3, 4]
-    return made, store, pool
-
-
-def test_what_a_request_leaves_over_the_cap_is_saved_in_turns_after_its_end() -> None:
-    made, _, pool = ended_over_the_cap()
-    assert made.needs_steps
-    assert made.saves_left == 2
-    assert blocks_of_next_save(made, 1, 0, 2) == [1, 2, 3, 4]
-    assert pool.pinned == [5, 6, 7, 8]
-    assert blocks_of_next_save(made, 2, 2, 2) == [5, 6, 7, 8]
-    assert blocks_of_next_save(made, 3, 4, 1) == [9, 10]
-    assert not any(made.held().values())
-    assert not made.needs_steps
-    assert made.counters()["pages_left_behind"] == 0
-
-
-def test_what_was_left_in_blocks_that_somebody_took_is_not_saved() -> None:
-    made, _, pool = ended_over_the_cap()
-    del pool.told[7]
-    assert blocks_of_next_save(made, 1, 0, 2) == [1, 2, 3, 4]
-    assert blocks_of_next_save(made, 2, 2, 1) == [5, 6]
-    assert not any(made.held().values())
-    assert made.counters()["pages_left_behind"] == 2
-
-
-def test_what_was_left_waits_some_seconds_for_a_store_without_room_and_is_told_of() -> None:
-    made, _, _ = ended_over_the_cap()
-    made.event(Room(1, 0, (), "full"), 0.0)
-    made.take(0.1)
-    assert made.held()["leavers"] == 1
-    made.take(0.3)
-    assert blocks_of_next_save(made, 2, 0, 2) == [1, 2, 3, 4]
-    made.event(Room(3, 2, (), "full"), 1.0)
-    made.take(1.3)
-    made.event(Room(4, 2, (), "full"), 7.0)
-    made.take(7.1)
-    assert not any(made.held().values())
-    assert made.counters()["pages_left_behind"] == 3
-    assert made.take_lost() == {"full": 3}
-    assert not made.take_lost()
-
-
-@pytest.mark.parametrize("reason", ["quota: 1 GiB", "refused: no", "unreachable"])
-def test_a_refusal_that_lasts_ends_what_was_left_at_once(reason: str) -> None:
-    made, _, _ = ended_over_the_cap()
-    made.event(Room(1, 0, (), reason), 0.0)
-    made.take(0.1)
-    assert not any(made.held().values())
-    assert made.take_lost() == {reason: 5}
-
-
-def test_a_save_that_is_refused_after_its_request_ended_is_asked_for_again() -> None:
-    made, _, pool = planner()
-    made.arrive(Request("a", 2 * PAGE + 2), Policy(load=False))
-    made.step("a", [1, 2, 3, 4, 5], 0, 2 * PAGE + 2, 0.0)
-    made.finished("a", None, 2 * PAGE + 2, well=True, now=0.0)
-    made.event(Room(1, 0, (), "disk behind"), 0.0)
-    assert not pool.pinned, "blocks are not kept from the engine for a store that has no room"
-    made.take(0.3)
-    assert blocks_of_next_save(made, 2, 0, 2) == [1, 2, 3, 4]
-    assert not any(made.held().values())
-
-
-def test_a_save_waits_for_those_that_fill_the_staging_and_is_no_refusal() -> None:
-    made, store, _ = planner()
-    for number, name in enumerate("abc"):
-        made.arrive(Request(name, PAGE + 2), Policy(load=False))
-        made.step(name, [1 + 3 * number + at for at in range(3)], 0, PAGE + 2, 0.0)
-        made.finished(name, None, PAGE + 2, well=True, now=0.0)
-    made.event(Room(1, 0, (0,)), 0.0)
-    for job in (2, 3):
-        made.event(Room(job, 0, (), "limit"), 0.0)
-    store.calls.clear()
-    [save] = made.take(0.0).saves
-    assert store.calls == [("reserve", 2, 1)], "there was room for one, so there may be for another"
-    made.event(Room(2, 0, (), "limit"), 0.0)
-    made.take(0.1)
-    store.calls.clear()
-    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.1)
-    made.event(Committed(1, 1), 0.1)
-    made.take(0.1)
-    assert store.calls == [("commit", 1), ("reserve", 2, 1)], "one at a time, in order"
-    made.event(Room(2, 0, (0,)), 0.1)
-    made.take(0.1)
-    assert store.calls[2:] == [("reserve", 3, 1)], "there may be room for another"
-    made.event(Room(3, 0, (), "limit"), 0.1)
-    made.take(1.0)
-    made.take(1.2)
-    assert store.calls[3:] == [("reserve", 3, 1)], "and after a while without any news"
-    assert not made.counters()["saves_refused"]
-
-
-def test_staging_that_others_fill_for_long_is_a_refusal_in_the_end() -> None:
-    made, store, pool = planner()
-    made.arrive(Request("a", PAGE + 2), Policy(load=False))
-    made.step("a", [1, 2, 3], 0, PAGE + 2, 0.0)
-    made.finished("a", None, PAGE + 2, well=True, now=0.0)
-    now = 0.0
-    while any(made.held().values()):
-        made.event(Room(store.calls[-1][1], 0, (), "limit"), now)  # type: ignore[arg-type]
-        now += 0.1
-        made.take(now)
-        assert now < 40
-    assert not pool.pinned
-    assert made.take_lost() == {"limit": 1}
-
-
-def test_room_for_a_part_is_used_and_the_rest_is_asked_for_when_there_may_be_more() -> None:
-    made, store, _ = planner()
-    made.arrive(Request("a", 3 * PAGE + 2), Policy(load=False))
-    made.step("a", list(range(1, 8)), 0, 3 * PAGE + 2, 0.0)
-    made.event(Room(1, 0, (0,), "full"), 0.0)
-    [save] = made.take(0.0).saves
-    assert [page.blocks for page in save.pages] == [(1, 2)]
-    made.report(WorkerReport(saves=(SaveDone(1, True),)), 0.0)
-    made.event(Committed(1, 1), 0.0)
-    made.finished("a", None, 3 * PAGE + 2, well=True, now=0.1)
-    made.take(0.3)
-    assert blocks_of_next_save(made, int(str(store.calls[-1][1])), 1, 2) == [3, 4, 5, 6]
-    assert not any(made.held().values())
-
-
-def test_pages_that_the_request_grew_meanwhile_follow_a_save_that_was_cut() -> None:
-    made, store, _ = planner()
-    made.arrive(Request("a", 3 * PAGE + 2), Policy(load=False))
-    made.step("a", list(range(1, 8)), 0, 2 * PAGE, 0.0)
-    made.finished("a", None, 3 * PAGE + 2, well=True, now=0.0)  # whose last page is a tail
-    assert blocks_of_next_save(made, 1, 0, 1, "limit") == [1, 2]
-    made.take(0.0)
-    assert blocks_of_next_save(made, int(str(store.calls[-1][1])), 1, 1) == [3, 4]
-    assert blocks_of_next_save(made, int(str(store.calls[-1][1])), 2, 1) == [5, 6]
-    assert not any(made.held().values())
-
-
-def test_an_evicted_parent_in_little_staging_is_saved_part_by_part() -> None:
-    made, _, pool = planner()
-    made.arrive(Request("a", 4 * PAGE + 2), Policy(load=False))
-    made.step("a", list(range(1, 10)), 0, 2 * PAGE, 0.0)
-    assert blocks_of_next_save(made, 1, 0, 2) == [1, 2, 3, 4]
-    made.step("a", None, 2 * PAGE, PAGE, 0.0)
-    assert blocks_of_next_save(made, 2, 0, 1, "limit") == [1, 2], "the first page has gone"
-    assert blocks_of_next_save(made, 3, 1, 2) == [3, 4, 5, 6]
-    made.finished("a", None, 3 * PAGE, well=False, now=0.0)
-    assert not pool.pinned
-    assert not any(made.held().values())
-
-
-def test_a_load_that_fails_ends_what_was_left() -> None:
-    made, store, _ = planner(pins=4, sync=True)
-    made.arrive(Request("a", 20), Policy())
-    made.event(Found(1, 2, 2), 0.0)
-    made.match("a", 0, 0.0)
-    made.allocated("a", [1, 2, 3, 4, 5], 16)
-    [load] = made.take(0.0).loads
-    made.arrive(Request("b", 5 * PAGE + 2), Policy(load=False))  # it has the same blocks
-    made.allocated("b", list(range(1, 12)), 0)
-    made.step("b", None, 16, 3 * PAGE + 2, 0.0)
-    made.finished("b", list(range(1, 12)), 5 * PAGE + 2, well=True, now=0.0)
-    assert made.saves_left == 2
-    made.report(WorkerReport(loads=(LoadDone(load.job, "a", False, (3,)),)), 0.0)
-    assert made.saves_left == 1, "what is under way is dropped at its end"
-    made.take(0.1)
-    assert ("commit", 1) not in store.calls
-
-
-def test_no_more_requests_leave_something_behind_than_their_limit() -> None:
-    made, _, _ = planner(pins=2)
-    for number in range(LEAVERS_MAX + 44):
-        made.arrive(Request(f"r{number}", PAGE + 2), Policy(load=False))
-        made.step(f"r{number}", [1 + 3 * number + at for at in range(3)], 0, PAGE + 2, 0.0)
-        made.finished(f"r{number}", None, PAGE + 2, well=True, now=0.0)
-    assert made.held()["leavers"] == LEAVERS_MAX
-    assert made.counters()["pages_left_behind"] == 44
-    assert made.take_lost() == {"too many requests": 44}
-    made.take(31.0)
-    assert made.held()["leavers"] == 1, "nobody waits for ever, but for the one being saved"
-
-
-def test_a_reset_and_another_request_of_the_name_end_what_was_left() -> None:
-    made, _, pool = ended_over_the_cap()
-    made.reset(0.0)
-    assert not pool.pinned
-    assert not made.held()["leavers"]
-    made, _, _ = ended_over_the_cap()
-    made.arrive(Request("a", 4), Policy())
-    assert not made.held()["leavers"]
-    made, _, _ = ended_over_the_cap()
-    made.event(Room(1, 0, (), "in progress"), 0.0)
-    made.take(31.0)
-    assert made.held()["leavers"], "while its save is under way"
-
-
 def test_an_aborted_request_saves_nothing_more() -> None:
     made, store, _ = planner()
     request = Request("a", 9)
@@ -607,14 +315,6 @@ def test_a_session_end_unpins_and_ends_the_conversation() -> None:
     assert store.calls[-3:] == [("pin", 2, 0.0), ("end", "chat"), ("hint", 2, Hints(done=True))]
 
 
-def saved(made: Planner, job: int, start: int, pages: int) -> None:
-    """Room, copies and commit of a save."""
-    made.event(Room(job, start, tuple(range(pages))), 0.0)
-    (save,) = made.take(0.0).saves
-    made.report(WorkerReport(saves=(SaveDone(save.job, True),)), 0.0)
-    made.event(Committed(job, pages), 0.0)
-
-
 def test_pages_that_were_taken_back_are_saved_anew() -> None:
     """A stream that was shortened goes on with other tokens; so does a failed load's request."""
     made, store, _ = planner()
@@ -623,36 +323,6 @@ def test_pages_that_were_taken_back_are_saved_anew() -> None:
     saved(made, 1, 0, 2)
     made.step("a", [1, 2, 3, 4], 12, 4, 0.0)
     assert store.calls[-1] == ("reserve", 2, 2)
-
-
-def test_an_evicted_parent_is_saved_from_the_table_that_still_has_it() -> None:
-    made, _, pool = planner()
-    request = Request("a", 8)
-    made.arrive(request, Policy(load=False))
-    made.step("a", [1, 2], 0, 8, 0.0)
-    saved(made, 1, 0, 1)
-    request.length = 16
-    made.step("a", [1, 2, 3, 4], 8, 8, 0.0)
-    made.event(Room(2, 0, (0, 1)), 0.0)
-    (save,) = made.take(0.0).saves
-    assert [page.blocks for page in save.pages] == [(1, 2), (3, 4)]
-    assert sorted(pool.pinned) == [1, 2, 3, 4]
-
-
-def test_an_evicted_parent_of_a_request_that_lost_its_blocks_ends_the_save() -> None:
-    made, store, pool = planner()
-    request = Request("a", 8)
-    made.arrive(request, Policy(load=False))
-    made.step("a", [1, 2], 0, 8, 0.0)
-    saved(made, 1, 0, 1)
-    request.length = 16
-    made.step("a", [1, 2, 3, 4], 8, 8, 0.0)
-    made.preempted("a")
-    made.allocated("a", [5, 6, 7, 8], 0)
-    made.event(Room(2, 0, (0, 1)), 0.0)
-    assert ("abort", 2) in store.calls
-    assert not made.take(0.0).saves
-    assert not pool.pinned
 
 
 def test_a_page_is_published_when_all_ranks_have_written_it_and_never_if_one_failed() -> None:
