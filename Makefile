@@ -24,6 +24,14 @@ VLLM_BIN := $(or $(VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python)
 VLLM_NEEDS := $(if $(VLLM_PYTHON),,$(VLLM_STAMP))
 DEMO_MODEL := .demo/model/config.json
 
+# A peer, beside a vLLM of its own. One that is installed already:   make bench-engine LMCACHE_PYTHON=...
+LMCACHE ?= lmcache==0.5.6
+LMCACHE_PYTHON ?=
+LMCACHE_VENV := .venv-lmcache
+LMCACHE_STAMP := $(LMCACHE_VENV)/.ready-$(shell echo '$(PYTHON) $(TORCH) $(VLLM) $(LMCACHE)' | cksum | cut -d ' ' -f 1)
+LMCACHE_BIN := $(or $(LMCACHE_PYTHON),$(CURDIR)/$(LMCACHE_VENV)/bin/python)
+BENCH_ARGS ?=
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -35,7 +43,7 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm lint bench bench-peers proto clean
+.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm venv-lmcache lint bench bench-peers bench-engine proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
@@ -48,12 +56,15 @@ help:
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
 	@echo 'make bench-peers  this store beside Mooncake, Redis, LMCache, SGLang and vLLM; installs 2 GB and vLLM'
+	@echo 'make bench-engine  vLLM under several workloads: no cache, its own, LMCache, ours; a quarter of an hour'
 	@echo 'make proto   the generated code of the service, after a change of kvstore.proto'
 	@echo 'make clean   remove .venv and everything built here'
 
 venv: $(STAMP)
 
 venv-vllm: $(VLLM_STAMP)
+
+venv-lmcache: $(LMCACHE_STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/kvstore demo
@@ -72,7 +83,7 @@ test: $(STAMP)
 
 # Engines run in an environment of their own, tests in ours.
 test-vllm: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
-	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench/test_vllm_bench.py $(PYTEST_ARGS)
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm tests/engine_adapter/vllm tests/bench $(PYTEST_ARGS)
 
 test-vllm-quick: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
 	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python -m pytest -m vllm_quick tests/engine_adapter/vllm $(PYTEST_ARGS)
@@ -91,12 +102,17 @@ bench-peers: $(STAMP)
 	@$(if $(VLLM_PYTHON),,$(MAKE) venv-vllm || echo 'vLLM could not be installed: it is skipped below')
 	@$(BIN)/python bench/peers.py --python vllm='$(VLLM_BIN)' --write docs $(PEERS_ARGS)
 
+# Where LMCache does not install, the bench says so and goes on without it.
+bench-engine: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
+	@$(if $(LMCACHE_PYTHON),,$(MAKE) --no-print-directory venv-lmcache || echo 'LMCache does not install here.')
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' BENCH_LMCACHE_PYTHON='$(LMCACHE_BIN)' $(BIN)/python bench/engine.py $(BENCH_ARGS)
+
 # After a change of kvstore/kvstore.proto; a test compares.
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. kvstore/kvstore.proto
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-peers build dist *.egg-info .demo
+	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) .venv-peers build dist *.egg-info .demo
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -141,5 +157,16 @@ $(VLLM_STAMP): pyproject.toml Makefile
 	@$(call with_heartbeat,$(VLLM_VENV)/bin/python -m pip install -q 'setuptools>=77' .)
 	@touch $@
 	@echo '.venv-vllm is ready.'
+
+$(LMCACHE_STAMP): Makefile
+	@echo 'Setting up .venv-lmcache, vLLM and LMCache: about 800 MB to download, 4 GB on disk, once.'
+	@rm -f $(LMCACHE_VENV)/.ready-*
+	@'$(PYTHON)' -m venv --clear $(LMCACHE_VENV)
+	@$(call with_heartbeat,$(LMCACHE_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) $(LMCACHE))
+	@# As in .venv-vllm.
+	@$(LMCACHE_VENV)/bin/python -c 'import torchvision' 2>/dev/null || \
+	  $(LMCACHE_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+	@echo '.venv-lmcache is ready.'
 
 comma := ,

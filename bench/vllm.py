@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,19 +33,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from engines import MODEL, ROOT, find_python, settle, without_store
 from paired import PairedRatio, json_line, machine, paired_ratio
 
-from kvstore.client import ServerUnavailable
-from kvstore.connect import connect
 from kvstore.engine_adapter.demo_vllm_engine import EngineError, VllmEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import TextIO
 
-ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 128
-SETTLE_S_MAX = 120.0
 SPIN_S = 1.3  # an engine's workers keep a core busy for so long after a step
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 BUDGETS: dict[str, tuple[float, bool] | None] = {
@@ -100,7 +96,7 @@ class Bench:
         with self._engine(store) as first:
             for tokens in stored:
                 first.run([{"tokens": tokens}])
-            self._settle(store)
+            settle(store)
         cold, warm, own = [], [], []
         with self._engine(store) as engine:
             for tokens in [self._prompt(self.size.prompt_tokens), *stored]:
@@ -132,7 +128,7 @@ class Bench:
                     engine.run(requests)
                     seconds[name].append(time.perf_counter() - begun_s)
                     if name == "with":
-                        self._settle(store)
+                        settle(store)
                     cpu[name].append(engine.cpu_seconds() - before)
         return {
             "vllm_miss_throughput_ratio": paired_ratio(seconds["without"][1:], seconds["with"][1:]),
@@ -218,37 +214,6 @@ class Bench:
         found: list[int] = self.rng.integers(1000, 40_000, tokens).tolist()
         return found
 
-    def _settle(self, store: Path) -> None:
-        """Until all that was saved is on disk, and for a moment nothing more has come."""
-        deadline, seen = time.monotonic() + SETTLE_S_MAX, (-1, 0.0)
-        with connect(store, open_wait_s=0.0) as client:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(ServerUnavailable):
-                    found = client.stats().to_dict()
-                    now = time.monotonic()
-                    if found["pages"] != seen[0] or found["dirty_bytes"]:
-                        seen = found["pages"], now
-                    elif now - seen[1] > 0.5 and found["pages"]:
-                        return
-                time.sleep(0.1)
-
-
-def without_store() -> dict[str, Any]:
-    """A request that neither loads nor saves."""
-    return {"kvstore": {"load": False, "store": False}}
-
-
-def find_python(options: argparse.Namespace) -> str:
-    """The Python that has vLLM, made if need be; "" in a tiny run without one."""
-    named = options.python or os.environ.get("TEST_VLLM_PYTHON", "")
-    own = ROOT / ".venv-vllm" / "bin" / "python"
-    if named or own.exists():
-        return named or str(own)
-    if options.tiny:
-        return ""
-    subprocess.run(["make", "-C", str(ROOT), "venv-vllm"], check=True, stdout=sys.stderr)
-    return str(own)
-
 
 def main() -> None:
     """Measure and print."""
@@ -257,7 +222,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small and short: a test of the bench")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--python", default="", help="a Python that has vLLM")
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "model")
+    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--rows", default="warm,miss,chat")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the stores are made")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,229 @@
+"""What bench/engine.py found, as rows, ratios with budgets, a table, and a drawing. Pure.
+
+An answer is wrong if it parts from the reference where both were sure of their choice: chunks of
+other sizes round differently, and then a close call may go the other way, in vLLM's own cache too.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+from engine_arms import ARMS, Embedded
+from paired import PairedRatio, paired_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_arms import Answer
+    from engine_workloads import Workload
+
+CLEAR_MARGIN = 0.25  # of log probability
+TTFT_BUDGET, UNIQUE_BUDGET, HITS_BUDGET = 1.3, 0.97, 0.9
+BUDGETED = ("tile", "random", "chat")
+LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT, GAP = 190, 430, 19, 34
+
+
+@dataclass(slots=True)
+class Cell:
+    """One workload in one arm."""
+
+    answers: list[Answer] = field(default_factory=list)
+    round_s: list[float] = field(default_factory=list)
+
+    def add(self, answers: list[Answer], seconds: float) -> None:
+        self.answers += answers
+        self.round_s.append(seconds)
+
+    @property
+    def ttft_s(self) -> list[float]:
+        return [answer.ttft_s for answer in self.answers]
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(answer.reused_tokens for answer in self.answers)
+
+
+Results = dict[str, dict[str, Cell]]  # by workload, by arm
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The same in numbers."""
+
+    workload: str
+    arm: str
+    asked: int
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    prompt_tokens: int
+    reused_tokens: int
+    disk_tokens: int
+    same: int  # answers equal to the reference's
+    wrong: int
+
+
+def rows_of(found: Results, reference: str) -> list[Row]:
+    """One for each workload in each arm."""
+    return [
+        row_of(workload, arm, cell, cells.get(reference))
+        for workload, cells in found.items()
+        for arm, cell in cells.items()
+    ]
+
+
+def row_of(workload: str, arm: str, cell: Cell, reference: Cell | None) -> Row:
+    """`reference` was asked the same; None: answers are compared with nothing."""
+    expected = reference.answers if reference is not None else cell.answers
+    pairs = list(zip(cell.answers, expected, strict=True))
+    p50, p99 = np.percentile(cell.ttft_s, [50, 99], method="inverted_cdf")
+    return Row(
+        workload,
+        arm,
+        len(cell.answers),
+        float(np.mean(cell.ttft_s)),
+        float(p50),
+        float(p99),
+        sum(answer.prompt_tokens for answer in cell.answers),
+        cell.reused_tokens,
+        sum(answer.disk_tokens for answer in cell.answers),
+        sum(mine.tokens == theirs.tokens for mine, theirs in pairs),
+        sum(is_wrong(mine, theirs) for mine, theirs in pairs),
+    )
+
+
+def is_wrong(mine: Answer, theirs: Answer) -> bool:
+    """Whether they part at a place where neither was close to the other's choice."""
+    if len(mine.tokens) != len(theirs.tokens):
+        return True
+    for place, (one, other) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
+        if one != other:
+            return min(mine.margins[place], theirs.margins[place]) >= CLEAR_MARGIN
+    return False
+
+
+def ratios_of(found: Results) -> dict[str, PairedRatio]:
+    """The keys that the bench's docstring names, as far as their arms ran."""
+    ratios: dict[str, PairedRatio] = {}
+    for workload, cells in found.items():
+        own, none = cells.get("vllm"), cells.get("none")
+        for arm, cell in cells.items():
+            if workload == "unique" and arm != "none" and none is not None:
+                ratio = paired_ratio(none.round_s, cell.round_s)
+                ratios[f"engine_unique_{arm}_over_none"] = ratio
+            elif workload != "unique" and arm != "vllm" and own is not None:
+                ratio = paired_ratio(cell.ttft_s, own.ttft_s)
+                ratios[f"engine_{workload}_{arm}_over_vllm"] = ratio
+        if "restart" in cells and own is not None and own.reused_tokens:
+            share = cells["restart"].reused_tokens / own.reused_tokens
+            exact = PairedRatio(share, share, share, len(own.answers))
+            ratios[f"engine_{workload}_restart_hits"] = exact
+    return ratios
+
+
+def verdicts(ratios: dict[str, PairedRatio]) -> list[str]:
+    """A line for each, with its budget if it is ours and has one."""
+    lines = []
+    for key, ratio in ratios.items():
+        _, workload, arm, *_ = key.split("_")
+        budget, at_least = TTFT_BUDGET, False
+        if key.endswith("_hits"):
+            budget, at_least = HITS_BUDGET, True
+        elif workload == "unique":
+            budget, at_least = UNIQUE_BUDGET, True
+        elif workload not in BUDGETED:
+            budget = 0.0
+        verdict = "no budget"
+        if budget and is_ours(arm):
+            verdict = f"budget {'>=' if at_least else '<='} {budget}: "
+            verdict += ratio.verdict(budget, at_least=at_least)
+        lines.append(
+            f"{key:34} {ratio.median:7.3f}  90 % [{ratio.low:.3f}, {ratio.high:.3f}], {verdict}"
+        )
+    return lines
+
+
+def is_ours(arm: str) -> bool:
+    """Whether its store is this one."""
+    return issubclass(ARMS[arm], Embedded)
+
+
+def table(rows: Sequence[Row], workloads: Sequence[Workload]) -> str:
+    """In Markdown, seconds; p99 of fewer than 100 prompts is that of the slowest."""
+    titles = {workload.name: workload.title for workload in workloads}
+    head = "TTFT mean | p50 | p99 | tokens reused | of these from disk | same answer"
+    lines = []
+    for name, title in titles.items():
+        mine = [row for row in rows if row.workload == name]
+        if not mine:
+            continue
+        asked = f"{title}: {mine[0].asked} prompts, {mine[0].prompt_tokens:,} tokens"
+        lines += [f"| {asked} | {head} |", "|---|---|---|---|---|---|---|"]
+        for row in mine:
+            share = f"{100 * row.reused_tokens / row.prompt_tokens:.0f} %"
+            from_disk = f"{row.disk_tokens:,}" if is_ours(row.arm) else "-"
+            same = f"{row.same} of {row.asked}" + (f", {row.wrong} WRONG" if row.wrong else "")
+            lines.append(
+                f"| {ARMS[row.arm].title} | {row.ttft_mean_s:.3f} | {row.ttft_p50_s:.3f} "
+                f"| {row.ttft_p99_s:.3f} | {share} | {from_disk} | {same} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def drawing(rows: Sequence[Row], workloads: Sequence[Workload], machine: str) -> str:
+    """Median TTFT as bars, an SVG; readable on light and dark pages, no scripts or fonts."""
+    slowest = max(row.ttft_p50_s for row in rows)
+    title = "Median time to first token, vLLM on a CPU, SmolLM2-135M"
+    parts, top = [f'<text class="title" x="12" y="26">{escape(title)}</text>'], 44
+    for workload in workloads:
+        mine = [row for row in rows if row.workload == workload.name]
+        if not mine:
+            continue
+        parts.append(f'<text class="group" x="12" y="{top + 14}">{escape(workload.title)}</text>')
+        top += 22
+        for row in mine:
+            parts += bar(row, top, BAR_WIDTH * row.ttft_p50_s / slowest)
+            top += ROW_HEIGHT
+        top += GAP - ROW_HEIGHT
+    note = f"{machine}, no GPU, {datetime.date.today().isoformat()}; make bench-engine"
+    parts.append(f'<text class="note" x="12" y="{top + 16}">{escape(note)}</text>')
+    label = "; ".join(
+        f"{row.workload}, {ARMS[row.arm].title}: {row.ttft_p50_s:.2f} s" for row in rows
+    )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {top + 30}" width="760"'
+        f' height="{top + 30}" role="img" aria-label="{escape(title)}. {escape(label)}">'
+    )
+    return "\n".join([head, STYLE, *parts, "</svg>"]) + "\n"
+
+
+STYLE = """<style>
+text{font:13px system-ui,sans-serif;fill:#1f2328}
+.title{font-size:15px;font-weight:600}.group{font-weight:600}.note{font-size:12px;fill:#59636e}
+.none{fill:#8c959f}.own{fill:#0969da}.peer{fill:#bc4c00}.ours{fill:#1a7f37}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.note{fill:#9198a1}
+.none{fill:#656c76}.own{fill:#4493f8}.peer{fill:#db6d28}.ours{fill:#3fb950}}
+</style>"""
+KINDS = {"none": "none", "vllm": "own", "lmcache": "peer"}
+
+
+def bar(row: Row, top: int, width: float) -> list[str]:
+    """Its name, itself, and its number."""
+    kind = KINDS.get(row.arm, "ours")
+    text = f"{row.ttft_p50_s:.2f} s"
+    return [
+        f'<text x="24" y="{top + 12}">{escape(ARMS[row.arm].short)}</text>',
+        f'<rect class="{kind}" x="{LABEL_WIDTH}" y="{top}" width="{max(width, 2):.1f}"'
+        ' height="15" rx="2"/>',
+        f'<text x="{LABEL_WIDTH + 8 + max(width, 2):.1f}" y="{top + 12}">{text}</text>',
+    ]
+
+
+def as_dicts(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """For JSON."""
+    return [asdict(row) for row in rows]

@@ -1,0 +1,170 @@
+"""bench/engine.py: what it asks, what it calls wrong; and it runs, tiny, where there is a vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+TEXT = range(50_000)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its modules by name; they import each other as scripts do."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return lambda name: importlib.import_module(name)
+
+
+def made(bench: Any, seed: int = 0) -> dict[str, Any]:
+    workloads = bench("engine_workloads")
+    found = workloads.make_workloads(TEXT, workloads.Size(), seed)
+    return {each.name: each for each in found}
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    """How many leading tokens two prompts have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+def test_the_same_seed_asks_the_same_and_another_one_does_not(bench: Any) -> None:
+    assert made(bench, 3) == made(bench, 3)
+    assert made(bench, 3)["tile"] != made(bench, 4)["tile"]
+
+
+def test_documents_come_again_in_the_order_of_their_workload_with_new_questions(bench: Any) -> None:
+    size = bench("engine_workloads").Size()
+    workloads = made(bench)
+    [fill] = workloads["tile"].fill
+    for asked in workloads["tile"].ask:
+        for first, again in zip(fill, asked, strict=True):
+            assert shared(first, again) == size.document
+    stored = [prompt[: size.document] for prompt in fill]
+    shuffled = [prompt[: size.document] for each in workloads["random"].ask for prompt in each]
+    assert sorted(shuffled) == sorted(stored * size.repeats)
+    assert shuffled != stored * size.repeats
+
+
+def test_chats_go_on_where_they_were_and_nothing_unique_begins_like_another(bench: Any) -> None:
+    workloads = made(bench)
+    chat, unique = workloads["chat"], workloads["unique"]
+    rounds = [*chat.fill, *chat.ask]
+    for before, after in pairwise(rounds):
+        for history, longer in zip(before, after, strict=True):
+            assert longer[: len(history)] == history
+            assert len(longer) > len(history)
+    everything = [prompt for w in workloads.values() for each in w.ask for prompt in each]
+    for prompt in (prompt for each in unique.ask for prompt in each):
+        assert max(shared(prompt, other) for other in everything if other is not prompt) < 8
+
+
+def test_rag_and_system_prompts_repeat_what_was_stored(bench: Any) -> None:
+    size = bench("engine_workloads").Size()
+    workloads = made(bench)
+    stored = [prompt for each in workloads["system"].fill for prompt in each]
+    for prompt in (prompt for each in workloads["system"].ask for prompt in each):
+        assert max(shared(prompt, other) for other in stored) == size.prefix
+    stored = [prompt for each in workloads["rag"].fill for prompt in each]
+    asked = [prompt for each in workloads["rag"].ask for prompt in each]
+    alike = [max(shared(prompt, other) for other in stored) // size.passage for prompt in asked]
+    assert any(alike)
+    assert len({*alike}) > 1, "the order of the passages counts"
+
+
+def test_an_answer_is_wrong_only_where_both_were_sure(bench: Any) -> None:
+    report, answer = bench("engine_report"), bench("engine_arms").Answer
+    reference = answer(1.0, 10, 0, 0, (1, 2, 3), (0.9, 0.9, 0.9))
+    assert not report.is_wrong(reference, reference)
+    assert report.is_wrong(replace(reference, tokens=(1, 5, 3)), reference)
+    close = replace(reference, tokens=(1, 5, 9), margins=(0.9, 0.1, 0.9))
+    assert not report.is_wrong(close, reference), "what follows a close call is another text"
+    assert report.is_wrong(replace(reference, tokens=(1, 2)), reference)
+
+
+def results(bench: Any, times: dict[str, float], reused: dict[str, int]) -> Any:
+    """One workload, six prompts, and so many seconds and reused tokens an arm."""
+    report, answer = bench("engine_report"), bench("engine_arms").Answer
+    cells = {}
+    for arm, ttft_s in times.items():
+        cells[arm] = report.Cell()
+        each = answer(ttft_s, 1000, reused[arm], 0, (1, 2), (0.9, 0.9))
+        cells[arm].add([each] * 6, 6 * ttft_s)
+    return {"tile": cells}
+
+
+def test_budgets_are_kept_or_missed_and_peers_have_none(bench: Any) -> None:
+    report = bench("engine_report")
+    times = {"none": 9.0, "vllm": 1.0, "lmcache": 2.0, "embedded": 1.2, "restart": 1.4}
+    reused = {"none": 0, "vllm": 900, "lmcache": 768, "embedded": 896, "restart": 450}
+    lines = report.verdicts(report.ratios_of(results(bench, times, reused)))
+    said = {line.split()[0]: line for line in lines}
+    assert said["engine_tile_embedded_over_vllm"].endswith("kept")
+    assert said["engine_tile_restart_over_vllm"].endswith("MISSED")
+    assert said["engine_tile_lmcache_over_vllm"].endswith("no budget")
+    assert said["engine_tile_restart_hits"].endswith("MISSED")
+
+
+def test_the_drawing_is_well_formed_and_fits_light_and_dark_pages(bench: Any) -> None:
+    report = bench("engine_report")
+    times, reused = {"none": 2.0, "vllm": 0.5}, {"none": 0, "vllm": 900}
+    rows = report.rows_of(results(bench, times, reused), "none")
+    text = report.drawing(rows, list(made(bench).values()), "a machine & more")
+    bars = [each for each in ET.fromstring(text).iter() if each.tag.endswith("rect")]  # noqa: S314 - our own
+    assert [float(each.attrib["width"]) for each in bars] == [430.0, 107.5]
+    assert "prefers-color-scheme:dark" in text
+    assert "script" not in text
+
+
+def run(directory: Path, environment: dict[str, str], *options: str) -> tuple[Any, str]:
+    """The one line and what was said beside it."""
+    command = [sys.executable, str(BENCH / "engine.py"), "--json", "--tiny", "--dir", directory]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((BENCH.parent / ".venv-vllm").exists(), reason="there is a vLLM")
+def test_without_vllm_the_bench_says_so_and_gives_no_number(tmp_path: Path) -> None:
+    without = {name: v for name, v in os.environ.items() if name != "TEST_VLLM_PYTHON"}
+    line, said = run(tmp_path, without)
+    assert "NO VLLM" in said
+    assert line["skipped"] == {"all": "no vLLM"}
+    assert "cells" not in line
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not os.environ.get("TEST_VLLM_PYTHON"), reason="NO VLLM: make test-vllm")
+def test_engine_bench_asks_all_arms_and_hits_after_a_restart(tmp_path: Path) -> None:
+    more = ["--model", os.environ["TEST_VLLM_MODEL"]] if "TEST_VLLM_MODEL" in os.environ else []
+    environment = dict(os.environ) | {"BENCH_LMCACHE_PYTHON": "/nonexistent/python"}
+    svg = tmp_path / "engine.svg"
+    stores = tmp_path / "stores"
+    stores.mkdir()
+    line, said = run(stores, environment, "--svg", str(svg), *more)
+    assert "SKIPPED: LMCACHE" in said
+    cells = {(each["workload"], each["arm"]): each for each in line["cells"]}
+    arms = {arm for _, arm in cells}
+    assert arms == {"none", "vllm", "embedded", "service", "restart"}
+    for arm in ("vllm", "embedded", "service", "restart"):
+        assert cells["tile", arm]["reused_tokens"] == 2 * 256, arm
+    assert cells["tile", "none"]["reused_tokens"] == 0
+    assert cells["tile", "restart"]["disk_tokens"] > 0
+    assert {each["wrong"] for each in line["cells"]} == {0}
+    assert line["engine_tile_restart_hits"] == 1.0
+    assert line["engine_unique_embedded_over_none"] > 0
+    assert ET.parse(svg).getroot().tag.endswith("svg")  # noqa: S314 - our own
+    assert list(stores.iterdir()) == [], "it cleans up"
