@@ -105,7 +105,7 @@ bench-peers: $(STAMP)
 # Where LMCache does not install, the bench says so and goes on without it.
 bench-engine: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
 	@$(if $(LMCACHE_PYTHON),,$(MAKE) --no-print-directory venv-lmcache || echo 'LMCache does not install here.')
-	@TEST_VLLM_PYTHON='$(VLLM_BIN)' BENCH_LMCACHE_PYTHON='$(LMCACHE_BIN)' $(BIN)/python bench/engine.py $(BENCH_ARGS)
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' BENCH_LMCACHE_PYTHON='$(LMCACHE_BIN)' $(BIN)/python bench/engine.py --write docs $(BENCH_ARGS)
 
 # After a change of kvstore/kvstore.proto; a test compares.
 proto: $(STAMP)

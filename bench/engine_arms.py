@@ -77,14 +77,18 @@ class Arm:
         self._engine: VllmEngine | None = None
 
     def start(self) -> None:
-        """Until it answers as fast as it ever will."""
+        """Begin; wait_ready() goes on."""
         engine = VllmEngine(
             self.place.model, self.place.log, python=self._python(), **self._settings()
         )
-        self._engine = self._ends.enter_context(engine).wait_ready()
+        self._engine = self._ends.enter_context(engine)
+
+    def wait_ready(self) -> None:
+        """Until it answers as fast as it ever will."""
+        self.engine.wait_ready()
         for number, tokens in enumerate(WARM_UPS):
             prompt = [2000 + 100 * number, *range(3000, 3000 + tokens)]
-            self._engine.run([{"tokens": prompt, "max_tokens": 4} | self.warm_up_params])
+            self.engine.run([{"tokens": prompt, "max_tokens": 4} | self.warm_up_params])
 
     def ask(self, prompts: Round, answer_tokens: int, *, together: bool = False) -> list[Answer]:
         """One after the other, or all at once."""
@@ -173,17 +177,19 @@ class Restarted(Embedded):
     title = "kvstore, after kill -9 of engine and server"
     short = "kvstore, after kill -9"
 
+    _again = False
+
     def kill(self) -> None:
         """Both, as a power switch would; start() makes new ones."""
+        self._again = True
         os.killpg(self.engine.pid, signal.SIGKILL)
         self._signal_server(signal.SIGKILL)
         self._ends.close()
         self._engine = None
 
-    def start(self) -> None:
-        again = (self.place.folder / self.name).exists()
-        super().start()
-        if again:
+    def wait_ready(self) -> None:
+        super().wait_ready()
+        if self._again:
             settle(self.store)  # until all that is on disk can be hit
 
 
@@ -223,7 +229,8 @@ class LMCache(Arm):
         program = Path(self.place.lmcache_python).parent / "lmcache"
         command = [str(program), "server", "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--http-host", "127.0.0.1", "--http-port", str(http), "--disable-observability"]
-        command += ["--l1-size-gb", str(LMCACHE_GIB), "--supported-transfer-mode", "auto"]
+        command += ["--l1-size-gb", str(LMCACHE_GIB), "--eviction-policy", "LRU"]
+        command += ["--supported-transfer-mode", "auto"]
         command += ["--shm-name", f"bench-lmcache-{os.getpid()}"]
         server = subprocess.Popen(
             command, stdout=self.place.log, stderr=self.place.log, start_new_session=True

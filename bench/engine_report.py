@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CLEAR_MARGIN = 0.25  # of log probability
 TTFT_BUDGET, UNIQUE_BUDGET, HITS_BUDGET = 1.3, 0.97, 0.9
+OWN, UNIQUE = "vllm", "unique"
 BUDGETED = ("tile", "random", "chat")
 LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT, GAP = 190, 430, 19, 34
 
@@ -31,6 +32,7 @@ LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT, GAP = 190, 430, 19, 34
 class Cell:
     """One workload in one arm."""
 
+    arm: str
     answers: list[Answer] = field(default_factory=list)
     round_s: list[float] = field(default_factory=list)
 
@@ -47,7 +49,8 @@ class Cell:
         return sum(answer.reused_tokens for answer in self.answers)
 
 
-Results = dict[str, dict[str, Cell]]  # by workload, by arm
+Group = dict[str, Cell]  # by arm; they were asked by turns
+Results = dict[str, list[Group]]  # by workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +71,22 @@ class Row:
 
 
 def rows_of(found: Results, reference: str) -> list[Row]:
-    """One for each workload in each arm."""
-    return [
-        row_of(workload, arm, cell, cells.get(reference))
-        for workload, cells in found.items()
-        for arm, cell in cells.items()
-    ]
+    """One for each workload in each arm of each group."""
+    rows = []
+    for workload, groups in found.items():
+        expected = next((group[reference] for group in groups if reference in group), None)
+        rows += [row_of(workload, cell, expected) for group in groups for cell in group.values()]
+    return rows
 
 
-def row_of(workload: str, arm: str, cell: Cell, reference: Cell | None) -> Row:
+def row_of(workload: str, cell: Cell, reference: Cell | None) -> Row:
     """`reference` was asked the same; None: answers are compared with nothing."""
     expected = reference.answers if reference is not None else cell.answers
     pairs = list(zip(cell.answers, expected, strict=True))
     p50, p99 = np.percentile(cell.ttft_s, [50, 99], method="inverted_cdf")
     return Row(
         workload,
-        arm,
+        cell.arm,
         len(cell.answers),
         float(np.mean(cell.ttft_s)),
         float(p50),
@@ -109,42 +112,48 @@ def is_wrong(mine: Answer, theirs: Answer) -> bool:
 def ratios_of(found: Results) -> dict[str, PairedRatio]:
     """The keys that the bench's docstring names, as far as their arms ran."""
     ratios: dict[str, PairedRatio] = {}
-    for workload, cells in found.items():
-        own, none = cells.get("vllm"), cells.get("none")
-        for arm, cell in cells.items():
-            if workload == "unique" and arm != "none" and none is not None:
-                ratio = paired_ratio(none.round_s, cell.round_s)
-                ratios[f"engine_unique_{arm}_over_none"] = ratio
-            elif workload != "unique" and arm != "vllm" and own is not None:
-                ratio = paired_ratio(cell.ttft_s, own.ttft_s)
-                ratios[f"engine_{workload}_{arm}_over_vllm"] = ratio
-        if "restart" in cells and own is not None and own.reused_tokens:
-            share = cells["restart"].reused_tokens / own.reused_tokens
-            exact = PairedRatio(share, share, share, len(own.answers))
-            ratios[f"engine_{workload}_restart_hits"] = exact
+    for workload, groups in found.items():
+        for group in groups:
+            own = group.get(OWN)
+            for arm, cell in group.items():
+                if own is None or arm == OWN:
+                    continue
+                if workload == UNIQUE:
+                    ratio = paired_ratio(own.round_s, cell.round_s)  # work done a second
+                else:
+                    ratio = paired_ratio(cell.ttft_s, own.ttft_s)
+                ratios[f"engine_{workload}_{arm}_over_{OWN}"] = ratio
+            if "restart" in group and own is not None and own.reused_tokens:
+                share = group["restart"].reused_tokens / own.reused_tokens
+                exact = PairedRatio(share, share, share, len(own.answers))
+                ratios[f"engine_{workload}_restart_hits"] = exact
     return ratios
 
 
 def verdicts(ratios: dict[str, PairedRatio]) -> list[str]:
-    """A line for each, with its budget if it is ours and has one."""
-    lines = []
-    for key, ratio in ratios.items():
-        _, workload, arm, *_ = key.split("_")
-        budget, at_least = TTFT_BUDGET, False
-        if key.endswith("_hits"):
-            budget, at_least = HITS_BUDGET, True
-        elif workload == "unique":
-            budget, at_least = UNIQUE_BUDGET, True
-        elif workload not in BUDGETED:
-            budget = 0.0
-        verdict = "no budget"
-        if budget and is_ours(arm):
-            verdict = f"budget {'>=' if at_least else '<='} {budget}: "
-            verdict += ratio.verdict(budget, at_least=at_least)
-        lines.append(
-            f"{key:34} {ratio.median:7.3f}  90 % [{ratio.low:.3f}, {ratio.high:.3f}], {verdict}"
-        )
-    return lines
+    """A line for each."""
+    return [
+        f"{key:34} {ratio.median:7.3f}  90 % [{ratio.low:.3f}, {ratio.high:.3f}], "
+        + verdict_of(key, ratio)
+        for key, ratio in ratios.items()
+    ]
+
+
+def verdict_of(key: str, ratio: PairedRatio) -> str:
+    """Its budget, if it is ours and has one, and whether it was kept."""
+    _, workload, arm, *_ = key.split("_")
+    budget, at_least = TTFT_BUDGET, False
+    if key.endswith("_hits"):
+        budget, at_least = HITS_BUDGET, True
+    elif workload == UNIQUE:
+        budget, at_least = UNIQUE_BUDGET, True
+    elif workload not in BUDGETED:
+        return "no budget"
+    if not is_ours(arm):
+        return "no budget"
+    return f"budget {'>=' if at_least else '<='} {budget}: " + ratio.verdict(
+        budget, at_least=at_least
+    )
 
 
 def is_ours(arm: str) -> bool:
@@ -222,6 +231,46 @@ def bar(row: Row, top: int, width: float) -> list[str]:
         ' height="15" rx="2"/>',
         f'<text x="{LABEL_WIDTH + 8 + max(width, 2):.1f}" y="{top + 12}">{text}</text>',
     ]
+
+
+PAGE = """# vLLM under the field's workloads
+
+Written by `make bench-engine`; what is asked, and in which order, is said in
+[bench/engine_workloads.py](../bench/engine_workloads.py), what is compared in
+[bench/engine.py](../bench/engine.py).
+
+![Median time to first token of each workload in each arm](engine.svg)
+
+SmolLM2-135M in bf16, vLLM's CPU backend, {machine}, no GPU; {date}; seed {seed}.
+Load average {load}.
+Engines with a store forget their own prefix cache before each prompt, so what they reuse comes
+from the store; "room for all" is a prefix cache from which nothing had to leave. Neither vLLM's own
+cache nor LMCache's memory survives the restart that the last arm had. "Same answer": as without a
+cache, 8 tokens, greedy; one that parts from it where both were sure would be marked WRONG. p99 of
+fewer than 100 prompts is the slowest one. Prompts are asked one at a time, but for the unique ones.
+
+{table}
+| ratio | median | 90 % interval | |
+|---|---|---|---|
+{verdicts}
+"""
+
+
+def page(  # what it is made of
+    rows: Sequence[Row],
+    workloads: Sequence[Workload],
+    ratios: dict[str, PairedRatio],
+    skipped: dict[str, str],
+    **where: object,
+) -> str:
+    """The documentation's page; `where`: machine, date, seed, load."""
+    lines = [
+        f"| `{key}` | {ratio.median:.3f} | {ratio.low:.3f} to {ratio.high:.3f} "
+        f"| {verdict_of(key, ratio)} |"
+        for key, ratio in ratios.items()
+    ]
+    text = PAGE.format(table=table(rows, workloads), verdicts="\n".join(lines), **where)
+    return text + "".join(f"\nSkipped: {name}: {why}\n" for name, why in skipped.items())
 
 
 def as_dicts(rows: Sequence[Row]) -> list[dict[str, object]]:

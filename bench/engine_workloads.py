@@ -45,7 +45,7 @@ class Size:
     retrieved: int = 3
     rag_rounds: int = 2
     rag_batch: int = 6
-    unique_rounds: int = 9  # the first one is not counted
+    unique_rounds: int = 8  # the first one is not counted
     unique_batch: int = 4
     unique: int = 1000
     answer: int = 8

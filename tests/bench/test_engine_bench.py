@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODELLESS = BENCH.parent / "tests" / "support" / "modelless_engine.py"
 TEXT = range(50_000)
 
 
@@ -97,10 +98,10 @@ def results(bench: Any, times: dict[str, float], reused: dict[str, int]) -> Any:
     report, answer = bench("engine_report"), bench("engine_arms").Answer
     cells = {}
     for arm, ttft_s in times.items():
-        cells[arm] = report.Cell()
+        cells[arm] = report.Cell(arm)
         each = answer(ttft_s, 1000, reused[arm], 0, (1, 2), (0.9, 0.9))
         cells[arm].add([each] * 6, 6 * ttft_s)
-    return {"tile": cells}
+    return {"tile": [cells]}
 
 
 def test_budgets_are_kept_or_missed_and_peers_have_none(bench: Any) -> None:
@@ -134,6 +135,59 @@ def run(directory: Path, environment: dict[str, str], *options: str) -> tuple[An
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.fixture
+def stores(tmp_path: Path) -> Path:
+    """A folder that nobody else writes to."""
+    folder = tmp_path / "stores"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def modelless(tmp_path: Path) -> list[str]:
+    """Options for engines without a model, and for a tokenizer of bytes."""
+    tokenizers = pytest.importorskip("tokenizers", reason="prompts are pieces of a text")
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = {letter: 1000 + number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{MODELLESS}" "$@"\n')
+    python.chmod(0o755)
+    return ["--python", str(python), "--model", str(tmp_path)]
+
+
+def check(line: Any, said: str) -> None:
+    """All arms were asked, and reused what they must; LMCache was skipped, loudly."""
+    assert "SKIPPED: LMCACHE" in said
+    cells = {(each["workload"], each["arm"]): each for each in line["cells"]}
+    assert {arm for _, arm in cells} == {"none", "vllm", "embedded", "service", "restart"}
+    for arm in ("vllm", "embedded", "service", "restart"):
+        assert cells["tile", arm]["reused_tokens"] == 2 * 256, arm
+        assert cells["chat", arm]["reused_tokens"] == 2 * 128, arm
+    assert cells["tile", "none"]["reused_tokens"] == 0
+    assert cells["tile", "restart"]["disk_tokens"] == 2 * 256
+    assert cells["tile", "embedded"]["disk_tokens"] == 0
+    assert cells["unique", "embedded"]["reused_tokens"] == 0
+    assert {each["wrong"] for each in line["cells"]} == {0}
+    assert line["engine_tile_restart_hits"] == 1.0
+    assert line["engine_unique_embedded_over_vllm"] > 0
+
+
+@pytest.mark.slow
+def test_all_arms_are_asked_and_the_killed_one_hits_without_any_model(
+    tmp_path: Path, stores: Path, modelless: list[str]
+) -> None:
+    environment = dict(os.environ) | {"BENCH_LMCACHE_PYTHON": "/nonexistent/python"}
+    check(*run(stores, environment, "--write", str(tmp_path), *modelless))
+    assert ET.parse(tmp_path / "engine.svg").getroot().tag.endswith("svg")  # noqa: S314 - our own
+    assert "Skipped: lmcache" in (tmp_path / "engine.md").read_text()
+    assert list(stores.iterdir()) == [], "it cleans up"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif((BENCH.parent / ".venv-vllm").exists(), reason="there is a vLLM")
 def test_without_vllm_the_bench_says_so_and_gives_no_number(tmp_path: Path) -> None:
@@ -148,23 +202,8 @@ def test_without_vllm_the_bench_says_so_and_gives_no_number(tmp_path: Path) -> N
 @pytest.mark.vllm
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not os.environ.get("TEST_VLLM_PYTHON"), reason="NO VLLM: make test-vllm")
-def test_engine_bench_asks_all_arms_and_hits_after_a_restart(tmp_path: Path) -> None:
+def test_real_engines_hit_after_a_restart(stores: Path) -> None:
     more = ["--model", os.environ["TEST_VLLM_MODEL"]] if "TEST_VLLM_MODEL" in os.environ else []
     environment = dict(os.environ) | {"BENCH_LMCACHE_PYTHON": "/nonexistent/python"}
-    svg = tmp_path / "engine.svg"
-    stores = tmp_path / "stores"
-    stores.mkdir()
-    line, said = run(stores, environment, "--svg", str(svg), *more)
-    assert "SKIPPED: LMCACHE" in said
-    cells = {(each["workload"], each["arm"]): each for each in line["cells"]}
-    arms = {arm for _, arm in cells}
-    assert arms == {"none", "vllm", "embedded", "service", "restart"}
-    for arm in ("vllm", "embedded", "service", "restart"):
-        assert cells["tile", arm]["reused_tokens"] == 2 * 256, arm
-    assert cells["tile", "none"]["reused_tokens"] == 0
-    assert cells["tile", "restart"]["disk_tokens"] > 0
-    assert {each["wrong"] for each in line["cells"]} == {0}
-    assert line["engine_tile_restart_hits"] == 1.0
-    assert line["engine_unique_embedded_over_none"] > 0
-    assert ET.parse(svg).getroot().tag.endswith("svg")  # noqa: S314 - our own
+    check(*run(stores, environment, "--load", "always", *more))
     assert list(stores.iterdir()) == [], "it cleans up"
