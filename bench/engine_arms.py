@@ -132,7 +132,7 @@ class OwnCache(Arm):
     """vLLM's prefix cache, with room for all that is asked."""
 
     title = "vLLM's prefix cache, room for all"
-    short = "vLLM's, room for all"
+    short = "vLLM's own cache"
     fills = True
 
     def _settings(self) -> dict[str, Any]:
