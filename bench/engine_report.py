@@ -66,7 +66,7 @@ class Row:
     prompt_tokens: int
     reused_tokens: int
     disk_tokens: int
-    same: int  # answers equal to the reference's
+    same: int | None  # answers equal to the reference's, if there was one
     wrong: int
 
 
@@ -81,8 +81,8 @@ def rows_of(found: Results, reference: str) -> list[Row]:
 
 def row_of(workload: str, cell: Cell, reference: Cell | None) -> Row:
     """`reference` was asked the same; None: answers are compared with nothing."""
-    expected = reference.answers if reference is not None else cell.answers
-    pairs = list(zip(cell.answers, expected, strict=True))
+    expected = reference.answers if reference is not None else []
+    pairs = list(zip(cell.answers, expected, strict=reference is not None))
     p50, p99 = np.percentile(cell.ttft_s, [50, 99], method="inverted_cdf")
     return Row(
         workload,
@@ -94,7 +94,7 @@ def row_of(workload: str, cell: Cell, reference: Cell | None) -> Row:
         sum(answer.prompt_tokens for answer in cell.answers),
         cell.reused_tokens,
         sum(answer.disk_tokens for answer in cell.answers),
-        sum(mine.tokens == theirs.tokens for mine, theirs in pairs),
+        sum(mine.tokens == theirs.tokens for mine, theirs in pairs) if pairs else None,
         sum(is_wrong(mine, theirs) for mine, theirs in pairs),
     )
 
@@ -175,7 +175,8 @@ def table(rows: Sequence[Row], workloads: Sequence[Workload]) -> str:
         for row in mine:
             share = f"{100 * row.reused_tokens / row.prompt_tokens:.0f} %"
             from_disk = f"{row.disk_tokens:,}" if is_ours(row.arm) else "-"
-            same = f"{row.same} of {row.asked}" + (f", {row.wrong} WRONG" if row.wrong else "")
+            same = "-" if row.same is None else f"{row.same} of {row.asked}"
+            same += f", {row.wrong} WRONG" if row.wrong else ""
             called = name_of(row, mine, ARMS[row.arm].title)
             lines.append(
                 f"| {called} | {row.ttft_mean_s:.3f} | {row.ttft_p50_s:.3f} "

@@ -116,6 +116,14 @@ def test_budgets_are_kept_or_missed_and_peers_have_none(bench: Any) -> None:
     assert said["engine_tile_restart_hits"].endswith("MISSED")
 
 
+def test_without_a_reference_no_answer_is_called_the_same(bench: Any) -> None:
+    report = bench("engine_report")
+    found = results(bench, {"vllm": 1.0, "embedded": 1.0}, {"vllm": 900, "embedded": 896})
+    rows = report.rows_of(found, "none")
+    assert {row.same for row in rows} == {None}
+    assert "| 90 % | - | - |" in report.table(rows, list(made(bench).values()))
+
+
 def test_the_drawing_is_well_formed_and_fits_light_and_dark_pages(bench: Any) -> None:
     report = bench("engine_report")
     times, reused = {"none": 2.0, "vllm": 0.5}, {"none": 0, "vllm": 900}
