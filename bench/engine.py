@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_arms import ARMS, IDLE_S, Arm, Place, Restarted, why_no_lmcache
+from engine_arms import ARMS, Arm, Place, Restarted, why_no_lmcache
 from engine_report import (
     Cell,
     Results,
@@ -49,7 +49,7 @@ from engine_report import (
     verdicts,
 )
 from engine_workloads import TINY, Size, Workload, make_workloads
-from engines import MODEL, ROOT, find_python
+from engines import MODEL, ROOT, SPIN_S, find_python
 from paired import json_line, machine
 
 from kvstore.engine_adapter.demo_vllm import long_prompt
@@ -67,7 +67,7 @@ class Bench:
     """Arms, what they are asked, and what came back."""
 
     def __init__(self, place: Place, workloads: list[Workload], size: Size, seed: int) -> None:
-        self.idle_s = 0.0 if size is TINY else IDLE_S
+        self.idle_s = 0.0 if size is TINY else SPIN_S
         self.place = place
         self.workloads = workloads
         self.size = size

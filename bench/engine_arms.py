@@ -33,7 +33,6 @@ HOST_BYTES, DISK_BYTES = "1536MiB", "6GiB"
 LMCACHE_GIB = 2
 LMCACHE_SETTLE_S = 3.0  # it does not tell when all is stored
 START_S_MAX = 90.0
-IDLE_S = 1.2  # vLLM's workers spin for a second after their last step
 WARM_UPS = (1500, 1500, 200)
 
 

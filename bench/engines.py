@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / ".demo" / "model"
 SETTLE_S_MAX = 120.0
 STILL_S = 0.5
+SPIN_S = 1.3  # an engine's workers keep a core busy for so long after a step
 
 
 def without_store() -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from engines import MODEL, ROOT, find_python, settle, without_store
+from engines import MODEL, ROOT, SPIN_S, find_python, settle, without_store
 from paired import PairedRatio, json_line, machine, paired_ratio
 
 from kvstore.engine_adapter.demo_vllm_engine import EngineError, VllmEngine
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 BLOCK = 128
-SPIN_S = 1.3  # an engine's workers keep a core busy for so long after a step
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 BUDGETS: dict[str, tuple[float, bool] | None] = {
     "vllm_warm_over_cold": (0.12, False),
