@@ -39,6 +39,7 @@ WORDS_A_PROGRAM = 1024  # 8 KiB in 4 warps: two 16-byte accesses a thread and di
 # measured; both ways give the same bytes.
 DIRECT_BYTES_MAX = 4 << 20
 STAGE_BYTES_MAX = 64 << 20
+GAP_BYTES_MAX = 4096  # the least page of memory that a system maps
 
 
 def gather_reference(
@@ -244,7 +245,7 @@ def page_pieces(
     sources = kv.stacked(width)
     size, count = kv.block_tokens, len(kv.planes)
     whole = tokens // (blocks_a_page * size)
-    for first, stop in page_runs(ids, places, blocks_a_page, whole):
+    for first, stop in page_runs(ids, places, blocks_a_page, whole, blocks_a_page * kv.block_bytes):
         page = rows[first].numpy().view(f"i{width}")
         if order is TokenOrder.HND:
             planes = page.reshape(count, kv.heads, blocks_a_page, size, words).swapaxes(1, 2)
@@ -270,11 +271,13 @@ def page_pieces(
 
 
 def page_runs(
-    ids: NDArray[np.int64], places: Sequence[int], blocks_a_page: int, whole: int
+    ids: NDArray[np.int64], places: Sequence[int], blocks_a_page: int, whole: int, page_bytes: int
 ) -> Iterator[tuple[int, int]]:
     """Runs [first, stop) of pages at equal distances whose blocks are neighbours in that order.
 
-    All of a run of several pages counts: it is among the `whole` first, and has no NO_BLOCK.
+    All of a run of several pages counts: it is among the `whole` first, and has no NO_BLOCK. Less
+    than GAP_BYTES_MAX lie between two of them: copies of views with rows far apart, one in the heap
+    and one in a mapping, ended in a segmentation fault within numpy 2.4.
     """
     whole = min(whole, len(ids) // blocks_a_page)
     starts = ids[: whole * blocks_a_page].reshape(whole, blocks_a_page)
@@ -284,7 +287,8 @@ def page_runs(
     first = 0
     while first < len(places):
         stop = first + 1
-        while stop < whole and joined[stop - 1] and steps[stop - 1] == steps[first]:
+        near = stop < whole and 0 <= steps[first] - page_bytes < GAP_BYTES_MAX
+        while near and stop < whole and joined[stop - 1] and steps[stop - 1] == steps[first]:
             stop += 1
         yield first, stop
         first = stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +166,21 @@ def test_pages_may_lie_anywhere() -> None:
         room.zero_()
         launch(kv, kv.check_ids([4, 2, 0]), rows, 1, TokenOrder.HND, 12, to_pages=True)
         assert all(torch.equal(a, b) for a, b in zip(rows, wanted, strict=True))
+
+
+def test_pages_of_a_heap_and_of_a_mapping_go_together() -> None:
+    blocks = torch.arange(2 * 16 * 192, dtype=torch.int32).view(2, 16, 192)
+    kv, before = PagedKv.latent([blocks]), blocks.clone()
+    mapped = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
+    for pages in (
+        [torch.zeros(kv.block_bytes, dtype=torch.uint8), mapped[: kv.block_bytes]],
+        [mapped[: kv.block_bytes], torch.zeros(kv.block_bytes, dtype=torch.uint8)],
+    ):
+        gather(kv, [0, 1], pages, 1)
+        assert [bytes(page.numpy()) for page in pages] == [bytes(b.numpy()) for b in before]
+        blocks.zero_()
+        scatter(kv, [0, 1], pages, 1)
+        assert torch.equal(blocks, before)
 
 
 @pytest.mark.parametrize(
