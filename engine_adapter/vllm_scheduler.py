@@ -193,7 +193,7 @@ class VllmScheduler:
         jobs = self.planner.take(now)
         grant = self.lookups.take_grant()
         if grant is not None:
-            pause_s = min(GRANT_PAUSE_S * 2**self._grants_sent, GRANT_PAUSE_S_MAX)
+            pause_s = min(GRANT_PAUSE_S * 2 ** min(self._grants_sent, 10), GRANT_PAUSE_S_MAX)
             self._ask_grant_s, self._grants_sent = now + pause_s, self._grants_sent + 1
         return self._step_plan(jobs, grant)
 
