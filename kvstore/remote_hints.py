@@ -14,6 +14,7 @@ from kvstore.hints import Hints, checked_conversation
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from google.protobuf.message import Message
@@ -56,35 +57,12 @@ class RemoteHints:
         """Keep the stored chain of this prompt for `ttl_s` seconds; how many pages it has."""
         values, more = checked_tokens(tokens), checked_extras(extras)
         ttl_s = checked_deadline(ttl_s)
-        live = self.usable()
-        if live is None:
-            return 0
-        with self.end_of(live, values, more) as part:
-            request = pb.PinRequest(
-                session=live.id,
-                tokens=bytes(part.tokens),
-                extras=extras_message(part.extras),
-                ttl_s=ttl_s,
-                after_match=part.after,
-            )
-            reply = self.ask(live, "Pin", request, PIN_DEADLINE_S)
-        return 0 if reply is None else reply.pages
+        return self._tell("Pin", pb.PinRequest, values, more, ttl_s=ttl_s)
 
     def unpin(self, tokens: Tokens, extras: Extras | None = None) -> int:
         """Take back every pin on the stored chain of this prompt; how many pages it has."""
         values, more = checked_tokens(tokens), checked_extras(extras)
-        live = self.usable()
-        if live is None:
-            return 0
-        with self.end_of(live, values, more) as part:
-            request = pb.UnpinRequest(
-                session=live.id,
-                tokens=bytes(part.tokens),
-                extras=extras_message(part.extras),
-                after_match=part.after,
-            )
-            reply = self.ask(live, "Unpin", request, PIN_DEADLINE_S)
-        return 0 if reply is None else reply.pages
+        return self._tell("Unpin", pb.UnpinRequest, values, more)
 
     def hint(
         self,
@@ -100,22 +78,16 @@ class RemoteHints:
         Session.hint."""
         Hints(next_use_s, priority, done, conversation)
         values, more = checked_tokens(tokens), checked_extras(extras)
-        live = self.usable()
-        if live is None:
-            return 0
-        with self.end_of(live, values, more) as part:
-            request = pb.HintRequest(
-                session=live.id,
-                tokens=bytes(part.tokens),
-                extras=extras_message(part.extras),
-                after_match=part.after,
-                next_use_s=next_use_s,
-                priority=priority,
-                done=done,
-                conversation=conversation,
-            )
-            reply = self.ask(live, "Hint", request, PIN_DEADLINE_S)
-        return 0 if reply is None else reply.pages
+        return self._tell(
+            "Hint",
+            pb.HintRequest,
+            values,
+            more,
+            next_use_s=next_use_s,
+            priority=priority,
+            done=done,
+            conversation=conversation,
+        )
 
     def end_conversation(self, name: str) -> int:
         """It won't go on: the pages that are only its own leave first; how many they are."""
@@ -125,6 +97,29 @@ class RemoteHints:
             return 0
         request = pb.HintRequest(session=live.id, conversation=name, ends_conversation=True)
         reply = self.ask(live, "Hint", request, PIN_DEADLINE_S)
+        return 0 if reply is None else reply.pages
+
+    def _tell(
+        self,
+        name: str,
+        request: Callable[..., Message],
+        tokens: bytes | memoryview,
+        extras: dict[int, bytes],
+        **fields: Any,
+    ) -> int:
+        """One call about the stored chain of a prompt; how many pages it has."""
+        live = self.usable()
+        if live is None:
+            return 0
+        with self.end_of(live, tokens, extras) as part:
+            message = request(
+                session=live.id,
+                tokens=bytes(part.tokens),
+                extras=extras_message(part.extras),
+                after_match=part.after,
+                **fields,
+            )
+            reply = self.ask(live, name, message, PIN_DEADLINE_S)
         return 0 if reply is None else reply.pages
 
 

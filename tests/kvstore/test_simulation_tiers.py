@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_trace import records, small_trace
+from small_trace import records, small_trace, trace_of
 from typer.testing import CliRunner
 
 from kvstore.cli import app
@@ -15,15 +15,6 @@ from kvstore.prefix_index.page_table import HOST
 from kvstore.simulation import replay
 from kvstore.simulation_tiers import TieredReplay, replay_tiers
 from kvstore.tiers.policies import CANDIDATES, POLICIES, make_policy
-from kvstore.trace import TraceBuilder
-
-
-def trace_of(paths):
-    builder = TraceBuilder("generated")
-    for number, path in enumerate(paths):
-        ids = [hash(tuple(path[: end + 1])) for end in range(len(path))]
-        builder.add({"timestamp": 1000 * number, "hash_ids": ids})
-    return builder.done()
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_trace import records, small_trace
+from small_trace import records, small_trace, trace_of
 from typer.testing import CliRunner
 
 from kvstore.cli import app
@@ -20,15 +20,6 @@ from kvstore.spec import CacheSpec
 from kvstore.store import Store
 from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction import LruPolicy
-from kvstore.trace import TraceBuilder
-
-
-def trace_of(paths):
-    builder = TraceBuilder("generated")
-    for number, path in enumerate(paths):
-        ids = [hash(tuple(path[: end + 1])) for end in range(len(path))]
-        builder.add({"timestamp": 1000 * number, "hash_ids": ids})
-    return builder.done()
 
 
 @settings(max_examples=60, deadline=None)

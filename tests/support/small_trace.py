@@ -46,3 +46,12 @@ def small_trace(seed: int = 1, requests: int = 600) -> Trace:
     for line in records(seed, requests):
         builder.add(line)
     return builder.done()
+
+
+def trace_of(paths: list[list[int]]) -> Trace:
+    """A request a second; equal beginnings of paths are equal blocks."""
+    builder = TraceBuilder("generated")
+    for number, path in enumerate(paths):
+        ids = [hash(tuple(path[: end + 1])) for end in range(len(path))]
+        builder.add({"timestamp": 1000 * number, "hash_ids": ids})
+    return builder.done()
