@@ -264,7 +264,7 @@ class Lookups:
                 offsets = tuple(made.offsets.tolist())
                 if made.count and len(offsets) == made.count:
                     self._rooms[job] = made
-                elif made.count:
+                else:  # also of what was stored already the server keeps something
                     made.abort()
                 room = Room(job, made.start, offsets, made.reason)
         finally:

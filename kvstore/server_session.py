@@ -59,7 +59,10 @@ class HeldMatch:
 
 @dataclass(slots=True, eq=False)
 class HeldReservation:
-    """A reservation that the client has. `offsets`: its pages in the session's staging."""
+    """A reservation that the client has. `offsets`: its pages in the session's staging.
+
+    Where all was stored already it has no pages: the client may still wait until they are durable.
+    """
 
     number: int
     reservation: Reservation
@@ -251,8 +254,9 @@ class ServerSession:
     def sweep(self) -> int:
         """Give up reservations that have been open for too long; how many."""
         with self._lock:
-            since_s = self._clock() - (STAGED_S_MAX if self.staging else UPLOAD_S_MAX)
-            old = [n for n, r in self._reservations.items() if r.since_s < since_s]
+            now = self._clock()
+            held = self._reservations.items()
+            old = [n for n, each in held if now - each.since_s > self._lasts_s(each)]
         for number in old:
             self.abort(number)
         return len(old)
@@ -291,6 +295,9 @@ class ServerSession:
     def counts(self) -> tuple[int, int]:
         """Open matches and reservations."""
         return len(self._matches), len(self._reservations)
+
+    def _lasts_s(self, held: HeldReservation) -> float:
+        return STAGED_S_MAX if self.staging and held.offsets else UPLOAD_S_MAX
 
     def _finish(self) -> None:
         self._gone(self)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pytest
 from server_process import ServerProcess
+from vllm_engines import wait_store
 
 from kvstore.connect import connect
 from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
@@ -80,7 +81,9 @@ def test_what_was_committed_is_found_with_places_and_given_back(lookups: Lookups
 
 
 @pytest.mark.slow
-def test_pages_that_are_stored_need_no_room_and_an_abort_frees_it(lookups: Lookups) -> None:
+def test_pages_that_are_stored_need_no_room_and_an_abort_frees_it(
+    lookups: Lookups, server: ServerProcess
+) -> None:
     lookups.reserve(1, chain(2))
     assert answer(lookups, Room).start == 0
     lookups.abort(1)
@@ -91,8 +94,10 @@ def test_pages_that_are_stored_need_no_room_and_an_abort_frees_it(lookups: Looku
         room = answer(lookups, Room)
     lookups.commit(2)
     assert answer(lookups, Committed).pages == 2
-    lookups.reserve(3, chain(2))
-    assert answer(lookups, Room).reason == "present"
+    for job in range(3, 6):
+        lookups.reserve(job, chain(2))
+        assert answer(lookups, Room).reason == "present"
+    wait_store(server.address, lambda found: found["service"]["reservations"] == 0, 10.0)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -168,4 +169,22 @@ def test_who_writes_to_staging_may_take_minutes_between_two_steps(
         assert held.sweep() == 0
         held._clock = lambda: ended_s
         assert held.sweep() == 1
+    assert server.stop()
+
+
+def test_of_what_is_stored_already_the_server_keeps_nothing_for_long(tmp_path: Path) -> None:
+    server = Server(ServerConfig(directory=tmp_path / "store", **SIZES))
+    server.store.wait_warm(10.0)
+    server.start()
+    with connect(f"kvstore://{server.config.address}", lookup_deadline_s=5.0) as made:
+        session = made.session(SPEC)
+        assert session.wait_open(10.0)
+        assert session.reserve(WHOLE, deadline_s=1.0).commit().pages == 9
+        again = session.reserve(WHOLE, deadline_s=1.0)
+        assert (again.count, again.reason) == (0, "present")
+        [held] = server.registry.sessions()
+        assert held.counts == (0, 1)
+        held._clock = lambda: time.monotonic() + 31.0
+        assert held.sweep() == 1
+        assert held.counts == (0, 0)
     assert server.stop()
