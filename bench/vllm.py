@@ -12,9 +12,9 @@ vllm_chat_over_none          8 chats of 6 turns, KV space for 2: mean TTFT of a 
                              and 16 of the answer
 vllm_chat_example_over_none  the same with vLLM's ExampleConnector: the peer, no budget
 
-Ratios are of interleaved pairs with their 90 % interval. Where engines take turns, each waits until
-the other's processes have stopped spinning, 1 s after a step. Engines run in .venv-vllm (made by
-make) or in the Python that --python or TEST_VLLM_PYTHON names.
+Ratios are of interleaved pairs with their 90 % interval; twice --pairs for the first two. Where
+engines take turns, each waits until the other's processes have stopped spinning, 1 s after a step.
+Engines run in .venv-vllm (made by make) or in the Python that --python or TEST_VLLM_PYTHON names.
 
     python bench/vllm.py [--json] [--tiny] [--pairs 5] [--python PATH] [--model DIR] [--seed 0]
                          [--rows warm,miss,chat] [--dir DIR]
@@ -89,8 +89,12 @@ class Bench:
         return found
 
     def warm(self) -> dict[str, PairedRatio]:
-        """One engine stores, a fresh one is asked: something unknown, something stored, again."""
-        store, pairs = self.folder / "warm", self.options.pairs
+        """One engine stores, a fresh one is asked: something unknown, something stored, again.
+
+        Before each a block that nobody knows is computed: what was computed or loaded last would
+        leave its KV in the processor's caches, for the next one to find, and only for that.
+        """
+        store, pairs = self.folder / "warm", 2 * self.options.pairs  # they are short
         stored = [self._prompt(self.size.prompt_tokens) for _ in range(pairs)]
         with self._engine(store) as first:
             for tokens in stored:
@@ -100,9 +104,9 @@ class Bench:
         with self._engine(store) as engine:
             for tokens in [self._prompt(self.size.prompt_tokens), *stored]:
                 unknown = self._prompt(self.size.prompt_tokens)
-                cold.append(self._ttft(engine, unknown, params=without_store()))
-                warm.append(self._ttft(engine, tokens))
-                own.append(self._ttft(engine, tokens, params=without_store()))
+                cold.append(self._ttft_after_another(engine, unknown, params=without_store()))
+                warm.append(self._ttft_after_another(engine, tokens))
+                own.append(self._ttft_after_another(engine, tokens, params=without_store()))
         # The first round warmed the engine up, and its "stored" prompt was none.
         return {
             "vllm_warm_over_cold": paired_ratio(warm[1:], cold[1:]),
@@ -208,6 +212,10 @@ class Bench:
     def _ttft(self, engine: VllmEngine, tokens: list[int], **more: Any) -> float:
         [answer] = engine.run([{"tokens": tokens, **more}])
         return float(answer["ttft_s"])
+
+    def _ttft_after_another(self, engine: VllmEngine, tokens: list[int], **more: Any) -> float:
+        self._ttft(engine, self._prompt(BLOCK), params=without_store())
+        return self._ttft(engine, tokens, **more)
 
     def _prompt(self, tokens: int) -> list[int]:
         found: list[int] = self.rng.integers(1000, 40_000, tokens).tolist()
