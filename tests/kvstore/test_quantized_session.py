@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from plain_spec import make_spec
 from redis_server import RedisProcess
 from server_process import ServerProcess
 
-from kvstore import CacheSpec, Store
+from kvstore import Store
 from kvstore.connect import connect
 from kvstore.errors import InvalidRequest, SpecError
 from kvstore.page_layout import KvQuantization, LayerGroup, PageLayout, ShardGeometry
@@ -26,25 +27,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore import CacheSpec
     from kvstore.interface import SessionLike
 
 PAGES = 6
 SIZES: dict[str, Any] = {"host_bytes": "8MiB", "disk_bytes": "64MiB"}
-SPEC = CacheSpec(
-    model="m",
-    weights="hub:" + "0" * 40,
-    config_digest="0" * 32,
-    backend="transformers",
-    page_format="plain",
-    kv_dtype="bfloat16",
-    groups=(LayerGroup.uniform(4, 2, 64),),
-    rope="{}",
-    page_tokens=32,
-    layout=PageLayout.LAYER_KV_HEAD_TOKEN_DIM,
-    quantization=KvQuantization.none(),
-    adapter="none",
-    geometry=ShardGeometry.single(),
-)
+SPEC = make_spec(dtype="bfloat16", groups=(LayerGroup.uniform(4, 2, 64),), page_tokens=32)
 SESSIONS = ("none", *SCHEMES)
 needs_zstandard = pytest.mark.skipif(
     not codec_lossless.available(), reason="the extra `lossless` is not installed"

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from plain_spec import make_spec
 from redis_server import RedisProcess
 
 from kvstore import CacheSpec, Store
 from kvstore.errors import ConfigError
-from kvstore.spec import KvQuantization, LayerGroup, PageLayout, ShardGeometry
+from kvstore.spec import KvQuantization, LayerGroup, PageLayout
 from kvstore.tiers import codec_lossless
 from kvstore.tiers.codec import LOSSY_CODECS, KvShape
 from kvstore.tiers.codec_shape import from_float32
@@ -165,21 +166,7 @@ def test_other_codecs_are_refused_with_a_way_out(tmp_path: Path, name: str, mess
 
 def test_quantized_pages_have_a_namespace_of_their_own() -> None:
     """The scheme is in the spec, so that a page in int4 never answers for an exact one."""
-    exact = CacheSpec(
-        model="m",
-        weights="hub:" + "0" * 40,
-        config_digest="0" * 32,
-        backend="transformers",
-        page_format="plain",
-        kv_dtype="bfloat16",
-        groups=(LayerGroup.uniform(4, 2, 64),),
-        rope="{}",
-        page_tokens=32,
-        layout=PageLayout.LAYER_KV_HEAD_TOKEN_DIM,
-        quantization=KvQuantization.none(),
-        adapter="none",
-        geometry=ShardGeometry.single(),
-    )
+    exact = make_spec(dtype="bfloat16", groups=(LayerGroup.uniform(4, 2, 64),), page_tokens=32)
     shape = KvShape("bfloat16", layers=4, kinds=2, heads=2, tokens=32, dim=64)
     assert shape.page_bytes == exact.page_bytes
     specs = {exact.namespace}

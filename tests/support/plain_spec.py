@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from kvstore.spec import (
     CacheSpec,
@@ -16,6 +15,8 @@ from kvstore.spec import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from kvstore.engine_adapter.layout import PageShape
 
 LAYERS, HEADS, DIM, PAGE_TOKENS = 3, 2, 8, 4
@@ -46,6 +47,8 @@ def make_spec(
 
 def random_tensor(shape: PageShape, tokens: int, seed: int) -> torch.Tensor:
     """Every bit pattern of the dtype may appear, NaN payloads included."""
+    import torch  # specs are made where torch is not installed, too
+
     size = shape.kv_heads * tokens * shape.head_dim * shape.dtype.itemsize
     raw = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     plain = torch.from_numpy(raw).view(shape.dtype)
