@@ -147,24 +147,64 @@ def value_codes(
     minima_at,
     at,
     x,
-    row,
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """Codes of [tokens, channels] by groups of channels; writes scales and minima from `at` on."""
+    """Codes of [tokens, channels] by groups of channels; a row's parameters lie from `at` on."""
     split: tl.constexpr = x.shape[1] // CHANNELS
     groups = tl.reshape(x, (x.shape[0], split, CHANNELS))
     low, high = tl.min(groups, 2) + 0.0, tl.max(groups, 2) + 0.0
     part = tl.arange(0, split)
-    place = at + row[:, None] * PARTS + part[None, :]
-    kept = (part < PARTS)[None, :] & (row >= 0)[:, None]
+    place = at[:, None] + part[None, :]
+    kept = (part < PARTS)[None, :] & (at >= 0)[:, None]
     scale = store_group(page, scales_at, minima_at, place, kept, low, high, BITS, KIND, WORD)
     wide_low = tl.broadcast_to(low[:, :, None], groups.shape)
     wide_scale = tl.broadcast_to(scale[:, :, None], groups.shape)
     return tl.reshape(codes_of(groups, wide_low, wide_scale, BITS), x.shape)
+
+
+@jit
+def tile_of_program(
+    addresses,
+    pages,
+    strides,
+    PLANES: tl.constexpr,
+    KINDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    """What one program works on: a group of tokens of one head of one plane of one page.
+
+    The page's address and the plane's; places of [token, channel] in it, and which of them count;
+    rows of codes [token]; which parameters are a channel's, if these are keys, and the first of a
+    token's, if they are values.
+    """
+    groups: tl.constexpr = PAGE_TOKENS // GROUP
+    blocks_a_page: tl.constexpr = PAGE_TOKENS // BLOCK_TOKENS
+    parts: tl.constexpr = DIM // CHANNELS
+    keys: tl.constexpr = (KINDS - 1) * HEADS * groups * DIM
+    values: tl.constexpr = HEADS * PAGE_TOKENS * parts
+    number, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    plane, head = tl.program_id(1), tl.program_id(2)
+    token = group * GROUP + tl.arange(0, GROUP)
+    channel = tl.arange(0, DIM_PADDED)
+    page, memory, blocks = page_and_plane(addresses, pages, number, PLANES, blocks_a_page, WORD)
+    place, block = tile_in_engine(blocks, strides, token, channel, BLOCK_TOKENS)
+    counts = (channel < DIM)[None, :] & (block >= 0)[:, None]
+    row = (plane.to(tl.int64) * HEADS + head) * PAGE_TOKENS + token
+    first = plane // KINDS * (keys + values)
+    of_channel = first + (head * groups + group) * DIM + channel
+    of_token = first + keys + (head * PAGE_TOKENS + token) * parts
+    return page, memory, place, counts, row, of_channel, of_token
 
 
 @jit
@@ -189,37 +229,27 @@ def quantize_kernel(
     KIND: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """One program: a group of tokens of one head of one plane of one page."""
-    groups: tl.constexpr = PAGE_TOKENS // GROUP
-    parts: tl.constexpr = DIM // CHANNELS
-    keys: tl.constexpr = (KINDS - 1) * HEADS * groups * DIM
-    values: tl.constexpr = HEADS * PAGE_TOKENS * parts
-    number, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    plane, head = tl.program_id(1), tl.program_id(2)
-    token = group * GROUP + tl.arange(0, GROUP)
-    channel = tl.arange(0, DIM_PADDED)
-    blocks_a_page: tl.constexpr = PAGE_TOKENS // BLOCK_TOKENS
-    page, source, blocks = page_and_plane(addresses, pages, number, PLANES, blocks_a_page, WORD)
+    """One program: tile_of_program's."""
     strides = (stride_block, stride_head, stride_token)
-    place, block = tile_in_engine(blocks, strides, token, channel, BLOCK_TOKENS)
-    counts = (channel < DIM)[None, :] & (block >= 0)[:, None]
+    page, source, place, counts, row, of_channel, of_token = tile_of_program(
+        addresses, pages, strides, PLANES, KINDS, HEADS, PAGE_TOKENS, BLOCK_TOKENS, DIM,
+        DIM_PADDED, GROUP, CHANNELS, WORD,
+    )  # fmt: skip
     x = as_float(tl.load(source + place, mask=counts, other=0), KIND)
-    first = plane // KINDS * (keys + values)
-    if KINDS == 2 and plane % 2 == 0:
+    if KINDS == 2 and tl.program_id(1) % 2 == 0:
         low, high = tl.min(x, 0) + 0.0, tl.max(x, 0) + 0.0
-        at = first + (head * groups + group) * DIM + channel
-        kept = channel < DIM
-        scale = store_group(page, scales_at, minima_at, at, kept, low, high, BITS, KIND, WORD)
+        kept = tl.arange(0, DIM_PADDED) < DIM
+        scale = store_group(
+            page, scales_at, minima_at, of_channel, kept, low, high, BITS, KIND, WORD
+        )
         wide_low = tl.broadcast_to(low[None, :], (GROUP, DIM_PADDED))
         wide_scale = tl.broadcast_to(scale[None, :], (GROUP, DIM_PADDED))
         codes = codes_of(x, wide_low, wide_scale, BITS)
     else:
-        at_row = head * PAGE_TOKENS + token
-        start = first + keys
+        parts: tl.constexpr = DIM // CHANNELS
         codes = value_codes(
-            page, scales_at, minima_at, start, x, at_row, parts, CHANNELS, BITS, KIND, WORD
+            page, scales_at, minima_at, of_token, x, parts, CHANNELS, BITS, KIND, WORD
         )
-    row = (plane.to(tl.int64) * HEADS + head) * PAGE_TOKENS + token
     store_codes(page.to(tl.pointer_type(tl.uint8)), row, codes, DIM, BITS)
 
 
@@ -245,30 +275,20 @@ def dequantize_kernel(
     KIND: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """One program: a group of tokens of one head of one plane of one page."""
-    groups: tl.constexpr = PAGE_TOKENS // GROUP
-    parts: tl.constexpr = DIM // CHANNELS
-    keys: tl.constexpr = (KINDS - 1) * HEADS * groups * DIM
-    values: tl.constexpr = HEADS * PAGE_TOKENS * parts
-    number, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    plane, head = tl.program_id(1), tl.program_id(2)
-    token = group * GROUP + tl.arange(0, GROUP)
-    channel = tl.arange(0, DIM_PADDED)
-    blocks_a_page: tl.constexpr = PAGE_TOKENS // BLOCK_TOKENS
-    page, target, blocks = page_and_plane(addresses, pages, number, PLANES, blocks_a_page, WORD)
+    """One program: tile_of_program's."""
     strides = (stride_block, stride_head, stride_token)
-    place, block = tile_in_engine(blocks, strides, token, channel, BLOCK_TOKENS)
-    counts = (channel < DIM)[None, :] & (block >= 0)[:, None]
-    first = plane // KINDS * (keys + values)
-    at = first + keys + (head * PAGE_TOKENS + token)[:, None] * parts + channel[None, :] // CHANNELS
-    if KINDS == 2 and plane % 2 == 0:
-        at = first + (head * groups + group) * DIM + channel[None, :]
-        at = tl.broadcast_to(at, (GROUP, DIM_PADDED))
+    page, target, place, counts, row, of_channel, of_token = tile_of_program(
+        addresses, pages, strides, PLANES, KINDS, HEADS, PAGE_TOKENS, BLOCK_TOKENS, DIM,
+        DIM_PADDED, GROUP, CHANNELS, WORD,
+    )  # fmt: skip
+    channel = tl.arange(0, DIM_PADDED)
+    at = of_token[:, None] + channel[None, :] // CHANNELS
+    if KINDS == 2 and tl.program_id(1) % 2 == 0:
+        at = tl.broadcast_to(of_channel[None, :], (GROUP, DIM_PADDED))
     word: tl.constexpr = tl.pointer_type(WORD)
     scale = as_float(tl.load((page + scales_at).to(word) + at, mask=counts, other=0), KIND)
     low = as_float(tl.load((page + minima_at).to(word) + at, mask=counts, other=0), KIND)
-    row = ((plane.to(tl.int64) * HEADS + head) * PAGE_TOKENS + token)[:, None]
-    source = page.to(tl.pointer_type(tl.uint8)) + row * (DIM * BITS // 8)
+    source = page.to(tl.pointer_type(tl.uint8)) + row[:, None] * (DIM * BITS // 8)
     code = tl.load(source + channel[None, :] * BITS // 8, mask=counts, other=0).to(tl.int32)
     if BITS == 4:
         code = (code >> (4 * (channel % 2)[None, :])) & 15
