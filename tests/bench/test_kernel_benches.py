@@ -39,8 +39,9 @@ def test_codec_bench_prints_a_row_for_each_codec() -> None:
     for module in ("torch", "transformers", "zstandard"):
         pytest.importorskip(module, reason="codecs are measured on a real model's KV")
     results = results_of("codecs.py")
-    rows = results["codecs"]
+    rows, nudged = results["codecs"], results["nudged"]
     assert isinstance(rows, dict)
+    assert isinstance(nudged, dict)
     assert rows.keys() == {"raw", "lossless", "fp8", "int8", "int4"}
     for name in ("raw", "lossless"):
         assert rows[name]["bit_exact"]
@@ -48,12 +49,14 @@ def test_codec_bench_prints_a_row_for_each_codec() -> None:
             assert (rows[name][dtype]["kl_mean"], rows[name][dtype]["kl_added"]) == (0, 0)
             assert rows[name][dtype]["greedy_agreement"] == 1
     assert rows["int4"]["ratio"] > rows["int8"]["ratio"] > rows["lossless"]["ratio"] > 1.2
-    assert 0 < rows["int8"]["float32"]["kl_mean"] < rows["int4"]["float32"]["kl_mean"] < 0.2
+    small, large = (rows[name]["float32"]["kl_mean"] for name in ("int8", "int4"))
+    assert 0 < nudged["float32"]["kl_mean"] < small < large < 0.2
     assert 0 < rows["int8"]["bfloat16"]["kl_mean"] < 0.2
-    assert results["int8_kl"] == rows["int8"]["float32"]["kl_mean"]
+    assert results["int8_kl"] == small
     assert results["int8_kl_bf16"] == rows["int8"]["bfloat16"]["kl_mean"]
-    assert 0 < results["order_kl_bf16"] < 0.2  # type: ignore[operator]
+    assert 0 < results["nudged_kl_bf16"] < 0.2  # type: ignore[operator]
     verdicts = results["verdicts"]
     assert isinstance(verdicts, list)
     assert len(verdicts) == 8
-    assert all(line.endswith((": kept", ": MISSED")) for line in verdicts)
+    words = (": kept", ": MISSED", ": not resolved, take more prompts")
+    assert all(line.endswith(words) for line in verdicts)
