@@ -243,31 +243,34 @@ def page_pieces(
     width = kv.word_bytes(places)
     words = kv.dim * kv.dtype.itemsize // width
     sources = kv.stacked(width)
-    size, count = kv.block_tokens, len(kv.planes)
+    size, count, kind = kv.block_tokens, len(kv.planes), np.dtype(f"i{width}")
+    blocks = ids.tolist()  # numpy's own integers cost more a step
     whole = tokens // (blocks_a_page * size)
     for first, stop in page_runs(ids, places, blocks_a_page, whole, blocks_a_page * kv.block_bytes):
-        page = rows[first].numpy().view(f"i{width}")
+        page = rows[first].numpy().view(kind)
         if order is TokenOrder.HND:
             planes = page.reshape(count, kv.heads, blocks_a_page, size, words).swapaxes(1, 2)
         else:
             planes = page.reshape(count, blocks_a_page, size, kv.heads, words).swapaxes(2, 3)
+        begin = first * blocks_a_page
         if stop - first > 1:
             step = places[first + 1] - places[first]
             shape, strides = (stop - first, *planes.shape), (step, *planes.strides)
             run = as_strided(planes, shape, strides).swapaxes(0, 1)
-            begin = ids[first * blocks_a_page]
-            blocks = slice(begin, begin + (stop - first) * blocks_a_page)
-            yield from pairs_of(run, [source[:, blocks] for source in sources])
+            some = slice(blocks[begin], blocks[begin] + (stop - first) * blocks_a_page)
+            yield from pairs_of(run, [source[:, some] for source in sources])
             continue
-        for at, block in enumerate(ids[first * blocks_a_page : stop * blocks_a_page]):
-            held = min(size, tokens - (first * blocks_a_page + at) * size)
+        for at, block in enumerate(blocks[begin : begin + blocks_a_page]):
+            held = min(size, tokens - (begin + at) * size)
             if block == NO_BLOCK or held <= 0:
                 continue
-            if held == size and len(sources) > 1:
-                yield from zip(planes[:, at], [source[0, block] for source in sources], strict=True)
-            else:
+            if held < size:
                 parts = [source[:, block, :, :held] for source in sources]
                 yield from pairs_of(planes[:, at, :, :held], parts)
+            elif len(sources) > 1:
+                yield from zip(planes[:, at], [source[0, block] for source in sources], strict=True)
+            else:
+                yield planes[:, at], sources[0][:, block]
 
 
 def page_runs(
@@ -283,7 +286,7 @@ def page_runs(
     starts = ids[: whole * blocks_a_page].reshape(whole, blocks_a_page)
     inner = (np.diff(starts) == 1).all(1) & (starts[:, 0] != NO_BLOCK)
     joined = inner[1:] & inner[:-1] & (starts[1:, 0] == starts[:-1, -1] + 1)
-    steps = np.diff(places)
+    steps = np.diff(places).tolist()
     first = 0
     while first < len(places):
         stop = first + 1
