@@ -261,8 +261,7 @@ class StoreState:
 
     def resident_pages(self, tier: int) -> int:
         """How many pages are in a tier."""
-        live = self.index.table.live()
-        return int(self.in_tier(live, tier).sum())
+        return self.index.count_in(tier)
 
     def root_pages(self, root: bytes) -> list[int]:
         """First pages of a tree's chains; none for an unknown or empty tree."""

@@ -360,7 +360,7 @@ class Store(OperatorTools):
             if self._share is not None:
                 self._share.count()
             dirty = self._writer.dirty_bytes if self._writer is not None else 0
-            return stats_of(state, dirty)
+        return stats_of(state, dirty)
 
     def breakers(self) -> dict[str, bool]:
         """By tier: whether it is left alone for a while, after errors in a row."""

@@ -1,6 +1,7 @@
 """What a store says about itself: bytes of each tier, pages, events since it was opened.
 
-Plain frozen records, which travel to clients as JSON. Must not be here: whoever may see them.
+Plain frozen records, which travel to clients as JSON. Nothing here walks: what is asked for is
+counted as it changes. Must not be here: whoever may see them.
 """
 
 from __future__ import annotations
@@ -55,23 +56,29 @@ class Stats:
 
 
 def stats_of(state: StoreState, dirty_bytes: int) -> Stats:
-    """The store's figures now; its lock is held. `dirty_bytes`: what waits for the disk."""
-    return Stats(
-        directory=str(state.config.directory or ""),
-        warm=state.warm,
-        pages=len(state.index),
-        nodes=state.index.nodes,
-        index_bytes=state.index.nbytes,
-        trees=len(state.trees),
-        leases=state.index.leases,
-        pinned_pages=len(state.index.pins),
-        dirty_bytes=dirty_bytes,
-        tiers=tuple(_tier_stats(state)),
-        counters=state.counters.to_dict() | state.ghosts.counts(),
-        disk_bytes_per_hit=state.counters.disk_bytes_written / max(1, state.counters.hit_pages),
-        encryption=_encryption(state),
-        policy=state.policy.report(),
-    )
+    """The store's figures now. `dirty_bytes`: what waits for the disk.
+
+    Tiers are asked before the store's lock is taken: they have locks of their own to wait for.
+    """
+    tiers = _tier_stats(state)
+    with state.lock:
+        state.require_open()
+        return Stats(
+            directory=str(state.config.directory or ""),
+            warm=state.warm,
+            pages=len(state.index),
+            nodes=state.index.nodes,
+            index_bytes=state.index.nbytes,
+            trees=len(state.trees),
+            leases=state.index.leases,
+            pinned_pages=len(state.index.pins),
+            dirty_bytes=dirty_bytes,
+            tiers=tuple(tiers),
+            counters=state.counters.to_dict() | state.ghosts.counts(),
+            disk_bytes_per_hit=state.counters.disk_bytes_written / max(1, state.counters.hit_pages),
+            encryption=_encryption(state),
+            policy=state.policy.report(),
+        )
 
 
 def _encryption(state: StoreState) -> str:

@@ -1,7 +1,7 @@
 """What one tenant has of a store now, beside its quota and its shares; pins are held to it here.
 
-Changes nothing. What sessions hold beyond the store (staging, open calls) stands in
-tenant_holds.py.
+Changes nothing. Trees and pins are looked at in pieces, so that no look-up waits for them. What
+sessions hold beyond the store (staging, open calls) stands in tenant_holds.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvstore.state import StoreState
 
 __all__ = ["TenantUsage", "pin_chain", "pinned_pages", "refuse_pin_over_quota", "usage", "usages"]
+
+TREES_A_HOLD = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +46,86 @@ class TenantUsage:
 
 def usage(state: StoreState, tenant: str) -> TenantUsage:
     """What this tenant has now; zeros for one that is not known."""
-    with state.lock:
-        state.require_open()
-        host = state.host.tenant_use().get(tenant, NOTHING) if state.host else NOTHING
-        tenancy = state.tenancy
-        known = tenant in tenancy.quotas
-        limits = asdict(tenancy.quotas[tenant]) if known else {}
-        trees = [
-            state.index.find_tree(root)
-            for root, info in state.trees.items()
-            if info.tenant == tenant
-        ]
-        return TenantUsage(
-            tenant=tenant,
-            pages=sum(tree.pages for tree in trees if tree is not None),
-            host_bytes=host.used_bytes,
-            host_extent_bytes=host.extent_bytes,
-            disk_bytes=state.disk_use.get(tenant, 0),
-            pinned_pages=pinned_pages(state, tenant),
-            host_share_bytes=tenancy.host.share(tenant) if known else None,
-            disk_share_bytes=tenancy.disk.share(tenant) if known else None,
-            quota={name: bound for name, bound in limits.items() if bound is not None},
-        )
+    return _usages(state, [tenant])[0]
 
 
 def usages(state: StoreState) -> list[TenantUsage]:
     """Every tenant that has a quota, or pages."""
     with state.lock:
-        names = {*state.tenancy.quotas, *(info.tenant for info in state.trees.values())}
-        return [usage(state, name) for name in sorted(names)]
+        trees = list(state.trees.values())
+        quotas = state.tenancy.quotas
+    return _usages(state, sorted({*quotas, *(info.tenant for info in trees)}))
+
+
+def _usages(state: StoreState, names: list[str]) -> list[TenantUsage]:
+    with state.lock:
+        state.require_open()
+        trees = list(state.trees.values())
+        hosts = state.host.tenant_use() if state.host else {}
+        disk, tenancy = dict(state.disk_use), state.tenancy
+    wanted = set(names)
+    roots = [(info.root, info.tenant) for info in trees if info.tenant in wanted]
+    pages, pinned = _pages(state, roots), _pinned_pages(state, wanted)
+    made = []
+    for name in names:
+        host, known = hosts.get(name, NOTHING), name in tenancy.quotas
+        limits = asdict(tenancy.quotas[name]) if known else {}
+        made.append(
+            TenantUsage(
+                tenant=name,
+                pages=pages.get(name, 0),
+                host_bytes=host.used_bytes,
+                host_extent_bytes=host.extent_bytes,
+                disk_bytes=disk.get(name, 0),
+                pinned_pages=pinned.get(name, 0),
+                host_share_bytes=tenancy.host.share(name) if known else None,
+                disk_share_bytes=tenancy.disk.share(name) if known else None,
+                quota={field: bound for field, bound in limits.items() if bound is not None},
+            )
+        )
+    return made
+
+
+def _pages(state: StoreState, roots: list[tuple[bytes, str]]) -> dict[str, int]:
+    """Pages of these trees by tenant, added up in pieces."""
+    found: dict[str, int] = {}
+    for at in range(0, len(roots), TREES_A_HOLD):
+        if at:
+            state.breathe()
+        with state.lock:
+            for root, tenant in roots[at : at + TREES_A_HOLD]:
+                tree = state.index.find_tree(root)
+                found[tenant] = found.get(tenant, 0) + (tree.pages if tree is not None else 0)
+    return found
+
+
+def _pinned_pages(state: StoreState, tenants: set[str]) -> dict[str, int]:
+    """As pinned_pages of each of these, looked at in pieces."""
+    with state.lock:
+        pins = list(state.index.pins)
+    held: dict[str, NDArray[np.bool_]] = {}
+    for part in state.pieces(len(pins)):
+        chains = []
+        with state.lock:
+            for page in pins[part]:
+                if state.index.is_pinned(page):
+                    tenant = state.trees[state.index.root_of(page)].tenant
+                    chains.append((tenant, state.index.chain(page)))
+            rows = state.index.table.rows
+        for tenant, chain in chains:
+            if tenant in tenants:
+                held[tenant] = mask = _with_room(held.get(tenant), rows)
+                mask[chain] = True
+    return {tenant: int(np.count_nonzero(mask)) for tenant, mask in held.items()}
+
+
+def _with_room(mask: NDArray[np.bool_] | None, rows: int) -> NDArray[np.bool_]:
+    if mask is not None and len(mask) >= rows:
+        return mask
+    longer = np.zeros(rows, np.bool_)
+    if mask is not None:
+        longer[: len(mask)] = mask
+    return longer
 
 
 def pinned_pages(state: StoreState, tenant: str, besides: NDArray[np.int32] | None = None) -> int:

@@ -31,7 +31,7 @@ from kvstore.prefix_index.radix_tree import EDGE_BYTES_MAX, RadixTree
 from kvstore.prefix_index.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvstore.prefix_index.edge_plan import PageRows
 
@@ -99,6 +99,10 @@ class PrefixIndex:
         """When the pin of each pinned page ends."""
         return self._residency.pins
 
+    def count_in(self, tier: int) -> int:
+        """Pages in a tier."""
+        return self._residency.count(tier)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole index, tokens included."""
@@ -155,6 +159,15 @@ class PrefixIndex:
         cuts = np.flatnonzero(np.diff(numbers[order])) + 1
         return [(self.root_of(int(part[0])), part) for part in np.split(ids[order], cuts)]
 
+    def by_tree(self, ids: Ids) -> tuple[list[bytes], npt.NDArray[np.intp]]:
+        """The roots of these pages' trees, each once, and which of them each page's is."""
+        numbers = np.frombuffer(self._nodes.tree, np.int32)[self.table.node[ids]]
+        if not len(ids) or not np.count_nonzero(numbers != numbers[0]):
+            places = np.zeros(len(ids), np.intp)
+            return [self.root_of(int(ids[0]))] if len(ids) else [], places
+        _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
+        return [self.root_of(page) for page in ids[firsts].tolist()], places
+
     def match(self, root: bytes, tokens: Tokens, extras: Mapping[int, bytes] | None = None) -> Ids:
         """Ids of the longest stored chain that begins `tokens`. Changes nothing; read-only result.
 
@@ -189,14 +202,14 @@ class PrefixIndex:
     def children(self, page: int) -> list[int]:
         return self.tree_of(page).children(page)
 
+    def run(self, page: int) -> Ids:
+        """The page and those below it up to the next fork or end, read-only."""
+        self._expect_page(page)
+        return self._nodes.run(page)
+
     def subtree(self, page: int) -> Ids:
         """The page and all below it, parents before children."""
         return self.tree_of(page).subtree(page)
-
-    def leaves(self, root: bytes) -> Iterator[int]:
-        """The last page of each chain of a tree. The tree must not change meanwhile."""
-        tree = self._by_root.get(root)
-        return iter(()) if tree is None else tree.leaves()
 
     def ends(self, first_node: int, stop_node: int) -> Ids:
         """The last page of each chain that ends in one of these nodes, of all trees."""
@@ -426,6 +439,7 @@ class PrefixIndex:
         """Walk and recount everything; raises AssertionError with the numbers."""
         self.table.check()
         self._residency.check()
+        self._nodes.check()
         found = sum(tree.check() for tree in self.trees())
         assert found == self.nodes, f"{found} nodes reached, {self.nodes} in use"
         pages = sum(tree.pages for tree in self.trees())

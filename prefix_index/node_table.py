@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NO_NODE = -1
 PAGE_ID_BYTES = 4
+CHILD_BYTES = 32  # a node's number as a dict's value
 
 
 class NodeTable:
@@ -36,6 +37,8 @@ class NodeTable:
         self.children: list[dict[bytes, int] | None] = []
         self.parent = array("i")  # of a free node: itself
         self.tree = array("i")
+        self.edge_bytes = 0  # of tokens and page ids in edges; the trees count it
+        self._branch_bytes = 0  # of dicts of children and their keys
 
     def __len__(self) -> int:
         """Nodes in use, the roots included."""
@@ -43,12 +46,11 @@ class NodeTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all nodes, their tokens included."""
+        """Bytes of all nodes, their tokens included. Counted as they change, so that asking is
+        cheap; check() recounts."""
         own = sum(sys.getsizeof(column) for column in vars(self).values())
-        edges = sum(map(sys.getsizeof, self.tokens)) + sum(map(sys.getsizeof, self.pages))
-        branches = [children for children in self.children if children is not None]
-        keys = sum(sys.getsizeof(key) + 32 for children in branches for key in children)
-        return own + edges + sum(map(sys.getsizeof, branches)) + keys
+        headers = 2 * len(self.tokens) * sys.getsizeof(b"")
+        return own + headers + self.edge_bytes + self._branch_bytes
 
     def add(self, tree: int, tokens: bytes, pages: bytes) -> int:
         """A new node that hangs nowhere yet."""
@@ -75,13 +77,19 @@ class NodeTable:
         self.parent[child] = parent
         children = self.children[parent]
         if children is None:
-            self.children[parent] = {key: child}
-        else:
-            children[key] = child
+            children = self.children[parent] = {key: child}
+            self._branch_bytes += sys.getsizeof(children) + _key_bytes(key)
+            return
+        before = sys.getsizeof(children), len(children)
+        children[key] = child
+        self._branch_bytes += sys.getsizeof(children) - before[0]
+        if len(children) > before[1]:
+            self._branch_bytes += _key_bytes(key)
 
     def discard(self, node: int) -> None:
         """Free a node that nothing refers to any more."""
         self.tokens[node] = self.pages[node] = b""
+        self._branch_bytes -= _branch_bytes(self.children[node])
         self.children[node] = None
         self.parent[node] = node
         self.tree[node] = NO_NODE
@@ -91,7 +99,9 @@ class NodeTable:
         children = self.children[node]
         assert children is not None, f"node {node} has no children"
         del children[key]
+        self._branch_bytes -= _key_bytes(key)
         if not children and self.parent[node] != NO_NODE:
+            self._branch_bytes -= sys.getsizeof(children)
             self.children[node] = None
 
     def child_count(self, node: int) -> int:
@@ -116,6 +126,15 @@ class NodeTable:
             yield run[::-1]
             node = self.parent[node]
             run = self.ids(node)
+
+    def run(self, page: int) -> Ids:
+        """The page and those below it up to the next fork or end, read-only."""
+        node, position = self.place(page)
+        runs = [self.pages[node][position * PAGE_ID_BYTES :]]
+        while (children := self.children[node]) and len(children) == 1:
+            (node,) = children.values()
+            runs.append(self.pages[node])
+        return np.frombuffer(b"".join(runs), np.int32)
 
     def chain(self, page: int) -> Ids:
         """Ids from the first page of the chain down to `page`."""
@@ -146,3 +165,19 @@ class NodeTable:
         """Last page of a node's edge; NO_PAGE for a root."""
         last = self.pages[node][-PAGE_ID_BYTES:]
         return int.from_bytes(last, sys.byteorder) if last else NO_PAGE
+
+    def check(self) -> None:
+        """Recount bytes; raises AssertionError with the numbers when something is off."""
+        edges = sum(map(len, self.tokens)) + sum(map(len, self.pages))
+        assert edges == self.edge_bytes, f"edges of {edges} bytes, {self.edge_bytes} counted"
+        branches = sum(map(_branch_bytes, self.children))
+        counted = self._branch_bytes
+        assert branches == counted, f"branches of {branches} bytes, {counted} counted"
+
+
+def _key_bytes(key: bytes) -> int:
+    return sys.getsizeof(key) + CHILD_BYTES
+
+
+def _branch_bytes(children: dict[bytes, int] | None) -> int:
+    return 0 if children is None else sys.getsizeof(children) + sum(map(_key_bytes, children))

@@ -20,7 +20,7 @@ from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.prefix_index.page_table import HAS_EXTRAS, NO_PAGE, Ids, PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 # An edge is copied when a page is appended to it: past this a chain goes on in a new node.
 EDGE_BYTES_MAX = 512 * 1024
@@ -120,12 +120,6 @@ class RadixTree:
         runs += [self._nodes.pages[below] for below in walk]
         return np.frombuffer(b"".join(runs), np.int32)
 
-    def leaves(self) -> Iterator[int]:
-        """The last page of each chain. The tree must not change meanwhile."""
-        for node in self._nodes.walk(self.root_node):
-            if not self._nodes.children[node] and node != self.root_node:
-                yield self._nodes.tail_page(node)
-
     def insert(self, parent: int, tokens: bytes, ids: Ids, first_extras: bytes = b"") -> None:
         """Hang a run of new pages under `parent`. Their rows are filled in, but for `node`.
 
@@ -160,6 +154,7 @@ class RadixTree:
     def count_in(self, ids: Ids) -> None:
         """Account for pages that were hung into the tree."""
         self.pages += len(ids)
+        self._nodes.edge_bytes += len(ids) * (self.page_bytes + PAGE_ID_BYTES)
         self.pages_with_extras += int(np.count_nonzero(self._table.state[ids] & HAS_EXTRAS))
 
     def remove(self, ids: Ids) -> None:
@@ -180,6 +175,7 @@ class RadixTree:
         for node in shrunk:
             self.merge(node)
         self.pages -= len(ids)
+        self._nodes.edge_bytes -= len(ids) * (self.page_bytes + PAGE_ID_BYTES)
         self.pages_with_extras -= int(np.count_nonzero(self._table.state[ids] & HAS_EXTRAS))
 
     def merge(self, node: int) -> None:

@@ -45,6 +45,7 @@ class Residency:
         self._leases: dict[int, int] = {}
         self._pins: dict[int, float] = {}
         self._pin_ends: list[tuple[float, int]] = []  # heap; stale entries are skipped
+        self._counts = [0] * TIERS
 
     @property
     def leases(self) -> int:
@@ -55,6 +56,10 @@ class Residency:
     def pins(self) -> dict[int, float]:
         """When the pin of each pinned page ends."""
         return dict(self._pins)
+
+    def count(self, tier: int) -> int:
+        """Pages in the tier."""
+        return self._counts[tier]
 
     def set_tier(self, ids: Ids, tier: int, slots: npt.NDArray[np.int64]) -> None:
         """Pages are now in a tier too, each in its slot."""
@@ -68,6 +73,7 @@ class Residency:
         column[ids] = slots
         idle = ids[~self._active(ids, tier)]
         table.state[ids] |= bit
+        self._counts[tier] += len(ids)
         self._tell(idle, tier, rises=True)
 
     def load(
@@ -83,6 +89,7 @@ class Residency:
         table.slot[tier][ids] = slots
         table.below[tier][ids] = children
         table.state[ids] |= 1 << tier
+        self._counts[tier] += len(ids)
         self._tell(tops, tier, rises=True)
 
     def clear_tier(self, ids: Ids, tier: int) -> npt.NDArray[np.int64]:
@@ -95,6 +102,7 @@ class Residency:
         _refuse_twins(column, ids, slots)
         column[ids] = NO_SLOT
         table.state[ids] &= 0xFF ^ bit
+        self._counts[tier] -= len(ids)
         self._tell(ids[~self._active(ids, tier)], tier, rises=False)
         return slots
 
@@ -185,10 +193,12 @@ class Residency:
         nowhere = live[table.state[live] & TIER_BITS == 0]
         assert not len(nowhere), f"{len(nowhere)} pages are in no tier, as page {nowhere[:1]}"
         for tier in range(TIERS):
+            there, counted = np.count_nonzero(table.state[live] >> tier & 1), self._counts[tier]
+            assert there == counted, f"tier {tier}: {there} pages, {counted} counted"
             active = live[self._active(live, tier)]
             parents = table.parent[active]
-            counted = np.bincount(parents[parents != NO_PAGE], minlength=table.rows)
-            wrong = np.flatnonzero(counted[live] != table.below[tier][live])
+            children = np.bincount(parents[parents != NO_PAGE], minlength=table.rows)
+            wrong = np.flatnonzero(children[live] != table.below[tier][live])
             assert not len(wrong), f"tier {tier}: below is wrong for {len(wrong)} pages"
 
     def _hold(self, page: int) -> None:

@@ -369,18 +369,30 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def chains_end_where_the_model_says(self):
+        rows = range(0, self.index.node_rows, 2)
+        pieces = [self.index.ends(at, at + 2) for at in rows]
+        by_piece = np.concatenate([*pieces, np.zeros(0, np.int32)])
+        by_root = {root: ids.tolist() for root, ids in self.index.by_root(by_piece)}
+        roots, places = self.index.by_tree(by_piece)
+        assert [roots[place] for place in places] == list(
+            map(self.index.root_of, by_piece.tolist())
+        )
+        assert len(set(roots)) == len(roots) == len(by_root)
         for root in ROOTS:
             ends = [
                 known.page_id
                 for chain, known in self.model.items()
                 if chain[0] == root and not self.descendants(chain)
             ]
-            assert sorted(self.index.leaves(root)) == sorted(ends)
-        rows = range(0, self.index.node_rows, 2)
-        by_piece = np.concatenate([self.index.ends(at, at + 2) for at in rows] or [[]])
-        by_root = {root: ids.tolist() for root, ids in self.index.by_root(by_piece)}
-        for root in ROOTS:
-            assert sorted(by_root.get(root, [])) == sorted(self.index.leaves(root))
+            assert sorted(by_root.get(root, [])) == sorted(ends)
+
+    @invariant()
+    def runs_go_to_the_next_fork(self):
+        for known in self.model.values():
+            run = [known.page_id]
+            while len(below := self.index.children(run[-1])) == 1:
+                run += below
+            assert self.index.run(known.page_id).tolist() == run
 
     def teardown(self):
         """Removing everything leaves nothing."""
