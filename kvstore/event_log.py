@@ -58,12 +58,12 @@ class _Journal:
         self.last += 1
         self.events.append(event)
 
-    def after(self, sequence: int) -> list[PageEvent]:
+    def after(self, sequence: int) -> list[tuple[str, str, str, bytes]] | None:
+        """What came after that number; None where that is not known."""
         before = self.last - len(self.events)
         if not before <= sequence <= self.last:
-            return [PageEvent(self.last, "", "lost", "", b"")]
-        late = islice(self.events, sequence - before, None)
-        return [PageEvent(number, *each) for number, each in enumerate(late, sequence + 1)]
+            return None
+        return list(islice(self.events, sequence - before, None))
 
 
 class EventLog:
@@ -105,7 +105,11 @@ class EventLog:
             journal = self._journal(tenant)
             if sequence == journal.last:
                 self._changed.wait(wait_s)
-            return journal.last, journal.after(sequence)
+            last, late = journal.last, journal.after(sequence)
+        # Only now: whoever records waits for this condition, and holds the store's lock meanwhile.
+        if late is None:
+            return last, [PageEvent(last, "", "lost", "", b"")]
+        return last, [PageEvent(number, *each) for number, each in enumerate(late, sequence + 1)]
 
     def follow(self, sequence: int, tenant: str | None) -> Iterator[PageEvent]:
         """Events after that number, 0 for from now on, until the store is closed."""

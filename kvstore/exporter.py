@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstore._version import __version__
 from kvstore.export_file import FORMAT, FrameWriter
+from kvstore.page_sweep import chain_ends
 from kvstore.state import DISK, HOST, NO_PAGE
 from kvstore.tiers.checksum import checksum
 from kvstore.tiers.file_layer import aligned_buffer
@@ -55,17 +56,20 @@ class Exporter:
     def run(self) -> Iterator[bytes]:
         """The file, frame by frame."""
         yield self._out.frame(b"FILE", {"format": FORMAT, "kvstore": __version__})
+        wanted = []
         for info in self._chosen():
-            spec = self._specs.get(info.namespace)
             if info.root != self._root_of(info.namespace, info.tenant):
                 self._salted += 1
-            elif spec is None:
+            elif info.namespace not in self._specs:
                 self._unknown += 1
             else:
-                self._trees += 1
-                head = {"tenant": info.tenant, "spec": json.loads(spec)}
-                yield self._out.frame(b"TREE", head)
-                yield from self._tree(info)
+                wanted.append(info)
+        leaves = self._leaves([info.root for info in wanted])
+        for info in wanted:
+            self._trees += 1
+            head = {"tenant": info.tenant, "spec": json.loads(self._specs[info.namespace])}
+            yield self._out.frame(b"TREE", head)
+            yield from self._tree(info, leaves[info.root])
         yield self._out.frame(
             b"END ",
             {
@@ -94,18 +98,24 @@ class Exporter:
                 and (self._namespace is None or info.namespace.startswith(self._namespace))
             ]
 
-    def _tree(self, info: TreeInfo) -> Iterator[bytes]:
+    def _leaves(self, roots: list[bytes]) -> dict[bytes, list[tuple[int, int]]]:
+        """Last pages of the chains that are wanted, with their sequence numbers, by tree."""
+        state = self._state
+        if self._ends is None:
+            return chain_ends(state, roots)
+        found: dict[bytes, list[tuple[int, int]]] = {root: [] for root in roots}
+        with state.lock:
+            table = state.index.table
+            for end in self._ends:
+                if table.is_live(end) and state.index.root_of(end) in found:
+                    found[state.index.root_of(end)].append((end, int(table.sequence[end])))
+        return found
+
+    def _tree(self, info: TreeInfo, leaves: list[tuple[int, int]]) -> Iterator[bytes]:
         """Chain by chain, each page once: what chains share comes with the first of them."""
         state = self._state
-        with state.lock:
-            leaves = self._ends
-            if leaves is None:
-                leaves = [int(page) for page in state.index.leaves(info.root)]
-            else:
-                leaves = [end for end in leaves if state.index.root_of(end) == info.root]
-            marks = [int(state.index.table.sequence[page]) for page in leaves]
         written: set[int] = set()  # sequence numbers: a page's id may be another's by now
-        for leaf, mark in zip(leaves, marks, strict=True):
+        for leaf, mark in leaves:
             with state.lock:
                 state.require_open()
                 table = state.index.table

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.page_sweep import NODES_A_HOLD, each_end, each_page
 from kvstore.prefix_index.page_key import PAGE_KEY_BYTES, TOKEN_BYTES
 from kvstore.state import DISK, HOST, TIER_NAMES
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 SORTS = ("size", "age", "idle", "hits", "host", "disk")
 TIERS_LISTED = {"host": HOST, "disk": DISK}
-ROWS_A_HOLD = 8192  # of the page table, looked at in one hold of the lock
-NODES_A_HOLD = 1024
 CHAINS_A_HOLD = 64  # walked page by page
 FOUND_MAX = 20  # chains that one beginning of an id may name
 
@@ -119,17 +118,22 @@ def namespaces(state: StoreState, models: dict[bytes, str]) -> list[NamespaceUsa
     Counted in pieces, while pages come and go: exact where nothing changes meanwhile.
     """
     sums: dict[bytes, _Sums] = {}
+    waiting: list[_Piece] = []
 
-    def add_pages(live: NDArray[np.int32]) -> None:
-        for root, ids in state.index.by_root(live):
-            _sums_of(state, sums, root).add(state, ids)
+    def copy_pages(live: NDArray[np.int32]) -> None:
+        table = state.index.table
+        columns = table.payload_bytes[live].astype(np.int64), table.state[live]
+        waiting.append(_Piece(*_infos(state, live), *columns))
 
-    def add_chains(ends: NDArray[np.int32]) -> None:
-        for root, ids in state.index.by_root(ends):
-            _sums_of(state, sums, root).chains += len(ids)
+    def copy_ends(ends: NDArray[np.int32]) -> None:
+        waiting.append(_Piece(*_infos(state, ends)))
 
-    _each_page(state, add_pages)
-    _each_end(state, add_chains)
+    def add_up() -> None:
+        while waiting:
+            waiting.pop().add_to(sums)
+
+    each_page(state, copy_pages, add_up)
+    each_end(state, copy_ends, then=add_up)
     rows = [
         NamespaceUsage(
             namespace=found.info.namespace.hex(),
@@ -161,42 +165,41 @@ class _Sums:
     host_pages: int = 0
     disk_pages: int = 0
 
-    def add(self, state: StoreState, pages: NDArray[np.int32]) -> None:
-        self.pages += len(pages)
-        self.payload_bytes += int(state.index.table.payload_bytes[pages].sum())
-        self.host_pages += int(np.count_nonzero(state.in_tier(pages, HOST)))
-        self.disk_pages += int(np.count_nonzero(state.in_tier(pages, DISK)))
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What was copied in one hold of the lock: pages, or ends of chains where sizes are missing."""
+
+    infos: list[TreeInfo]
+    places: NDArray[np.intp]  # by page, which of them is its tree's
+    sizes: NDArray[np.int64] | None = None
+    states: NDArray[np.uint8] | None = None
+
+    def add_to(self, sums: dict[bytes, _Sums]) -> None:
+        """Without the lock, and without a step a page."""
+        many = len(self.infos)
+        counts = np.bincount(self.places, minlength=many).tolist()
+        if self.sizes is None or self.states is None:
+            for info, chains in zip(self.infos, counts, strict=True):
+                sums.setdefault(info.root, _Sums(info)).chains += chains
+            return
+        sizes = np.zeros(many, np.int64)
+        np.add.at(sizes, self.places, self.sizes)
+        host, disk = (
+            np.bincount(self.places[self.states >> tier & 1 == 1], minlength=many)
+            for tier in (HOST, DISK)
+        )
+        for number, info in enumerate(self.infos):
+            found = sums.setdefault(info.root, _Sums(info))
+            found.pages += counts[number]
+            found.payload_bytes += int(sizes[number])
+            found.host_pages += int(host[number])
+            found.disk_pages += int(disk[number])
 
 
-def _sums_of(state: StoreState, sums: dict[bytes, _Sums], root: bytes) -> _Sums:
-    return sums.get(root) or sums.setdefault(root, _Sums(state.trees[root]))
-
-
-def _each_page(state: StoreState, look: Callable[[NDArray[np.int32]], None]) -> None:
-    """Look at all live pages, in pieces, each in one hold of the lock."""
-    table, at, there = state.index.table, 0, 1
-    while at < there:
-        with state.lock:
-            state.require_open()
-            there = table.rows
-            live = np.flatnonzero(table.node[at : min(at + ROWS_A_HOLD, there)] >= 0) + at
-            look(live.astype(np.int32))
-        at += ROWS_A_HOLD
-        state.breathe()
-
-
-def _each_end(
-    state: StoreState, look: Callable[[NDArray[np.int32]], None], nodes: int = NODES_A_HOLD
-) -> None:
-    """Look at the last pages of all chains, in the same way."""
-    index, at, there = state.index, 0, 1
-    while at < there:
-        with state.lock:
-            state.require_open()
-            there = index.node_rows
-            look(index.ends(at, at + nodes))
-        at += nodes
-        state.breathe()
+def _infos(state: StoreState, pages: NDArray[np.int32]) -> tuple[list[TreeInfo], NDArray[np.intp]]:
+    roots, places = state.index.by_tree(pages)
+    return [state.trees[root] for root in roots], places
 
 
 def chains(
@@ -234,16 +237,18 @@ def chains(
         ranks.append(keys[sort](ends))
 
     walks = wanted is not None or sort in TIERS_LISTED
-    _each_end(state, note, CHAINS_A_HOLD if walks else NODES_A_HOLD)
+    each_end(state, note, CHAINS_A_HOLD if walks else NODES_A_HOLD)
     ids, marks = np.concatenate(pages), np.concatenate(sequences)
     found = []
-    for position in np.argsort(np.concatenate(ranks), kind="stable")[:limit].tolist():
+    order = np.argsort(np.concatenate(ranks), kind="stable")[:limit].tolist()
+    for part in state.pieces(len(order)):
         with state.lock:
             state.require_open()
-            end = int(ids[position])
-            if table.is_live(end) and table.sequence[end] == marks[position]:
-                info = state.trees[state.index.root_of(end)]
-                found.append(_chain(state, models, end, info))
+            for position in order[part]:
+                end = int(ids[position])
+                if table.is_live(end) and table.sequence[end] == marks[position]:
+                    info = state.trees[state.index.root_of(end)]
+                    found.append(_chain(state, models, end, info))
     return found, len(ids)
 
 
@@ -268,7 +273,7 @@ def find_chain(state: StoreState, chain_id: str) -> list[int]:
             fits &= keys[:, len(whole)] >> 4 == int(chain_id[-1], 16)
         found.extend(live[fits].tolist())
 
-    _each_page(state, look)
+    each_page(state, look)
     return found[:FOUND_MAX]
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import zmq
 
 from kvstore.errors import DirectoryError
+from kvstore.page_sweep import chain_ends
 from kvstore.state import DISK, HOST, NO_PAGE, REDIS
 
 if TYPE_CHECKING:
@@ -215,35 +216,39 @@ class KvEventPublisher:
         self._sender.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _announce(self) -> None:
-        """What was there at the start, from disk: nobody has told of it."""
+        """What was there at the start, from disk: nobody has told of it. In pieces, so that what
+        comes to the disk meanwhile may be told of twice."""
         state = self._state
-        with state.lock:
-            tops = [
-                (top, int(state.index.table.sequence[top]))
-                for root in state.trees
-                for top in state.root_pages(root)
-            ]
-        for top, sequence in tops:
-            with state.lock:
-                table = state.index.table
-                if not table.is_live(top) or int(table.sequence[top]) != sequence:
-                    continue
-                pages = state.index.subtree(top)
-                sequences = table.sequence[pages]
+        for pages, sequences in self._at_start():
             for start in range(0, len(pages), ANNOUNCED_PAGES):
                 part = slice(start, start + ANNOUNCED_PAGES)
                 with state.lock:
-                    table = state.index.table
-                    same = [
-                        page
-                        for page, mark in zip(pages[part].tolist(), sequences[part], strict=True)
-                        if table.is_live(page)
-                        and table.sequence[page] == mark
-                        and table.state[page] >> DISK & 1
-                    ]
-                    events = list(self._stored(np.array(same, np.int32), DISK))
+                    table, ids = state.index.table, pages[part]
+                    same = (table.node[ids] >= 0) & (table.sequence[ids] == sequences[part])
+                    events = list(self._stored(ids[same & state.in_tier(ids, DISK)], DISK))
                 if events:
                     self._publish(list(events))
+
+    def _at_start(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint64]]]:
+        """Pages with their sequence numbers, chain by chain, without those of earlier chains."""
+        state = self._state
+        with state.lock:
+            roots = list(state.trees)
+        told = np.zeros(0, np.bool_)
+        ends = [end for each in chain_ends(state, roots).values() for end in each]
+        for part in state.pieces(len(ends)):
+            for page, sequence in ends[part]:
+                with state.lock:
+                    table = state.index.table
+                    if not table.is_live(page) or int(table.sequence[page]) != sequence:
+                        continue
+                    chain, rows = state.index.chain(page), table.rows
+                    sequences = table.sequence[chain]
+                if rows > len(told):
+                    told = np.concatenate((told, np.zeros(rows - len(told), np.bool_)))
+                fresh = ~told[chain]
+                told[chain] = True
+                yield chain[fresh], sequences[fresh]
 
     def _answer_replays(self) -> None:
         """Batches from the number that was asked for on, as far as the buffer goes, then END."""

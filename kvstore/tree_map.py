@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.inspection import ROWS_A_HOLD, chain_to
+from kvstore.inspection import chain_to
+from kvstore.page_sweep import ROWS_A_HOLD, each_page
 from kvstore.state import HOST
 
 if TYPE_CHECKING:
@@ -67,16 +68,7 @@ class TreeMap:
 
 def tree_map(state: StoreState, models: dict[bytes, str]) -> TreeMap:
     """The map of all trees. `models`: names by namespace."""
-    with state.lock:
-        state.require_open()
-        above = state.index.node_parents()
-        tops = {
-            tree.root_node: state.trees[tree.root]
-            for tree in state.index.trees()
-            if tree.root in state.trees
-        }
-    runs = _measured(state, above)
-    runs.add_up(state)
+    runs, tops = measured(state)
     drawing = _Drawing(runs, tops, models)
     boxes = drawing.boxes()
     _label(state, drawing)
@@ -90,7 +82,7 @@ def tree_map(state: StoreState, models: dict[bytes, str]) -> TreeMap:
     )
 
 
-class _Runs:
+class Runs:
     """By number of a node: what its own pages sum up to, and with all below. Columns as above."""
 
     def __init__(self, above: NDArray[np.int32]) -> None:
@@ -101,12 +93,17 @@ class _Runs:
         # The pages at its ends, as page index << 32 | page id.
         self.first = np.full(count, np.iinfo(np.int64).max)
         self.last = np.full(count, -1, np.int64)
+        self.oldest = np.full(count, np.iinfo(np.uint64).max)  # sequence number
         order = np.argsort(above, kind="stable")
         self._below = order[above[order] != order]  # not the numbers that are free
         self._above_of_below = above[self._below]
 
     def add(
-        self, nodes: NDArray[np.int32], values: NDArray[np.int64], places: NDArray[Any]
+        self,
+        nodes: NDArray[np.int32],
+        values: NDArray[np.int64],
+        places: NDArray[Any],
+        sequences: NDArray[np.uint64],
     ) -> None:
         """Pages of these nodes: what they add to the columns, and where they stand."""
         starts = np.concatenate(([0], np.flatnonzero(np.diff(nodes)) + 1))
@@ -115,6 +112,7 @@ class _Runs:
             np.add.at(column, nodes, np.add.reduceat(value, starts))
         np.minimum.at(self.first, nodes, np.minimum.reduceat(places, starts))
         np.maximum.at(self.last, nodes, np.maximum.reduceat(places, starts))
+        np.minimum.at(self.oldest, nodes, np.minimum.reduceat(sequences, starts))
 
     def add_up(self, state: StoreState) -> None:
         """Give each node what all below it have, the deepest first."""
@@ -131,9 +129,17 @@ class _Runs:
                 state.breathe()
 
     def below(self, node: int) -> NDArray[np.int64]:
-        """The nodes right below, the largest first; not those without pages."""
+        """The nodes right below."""
         low, high = np.searchsorted(self._above_of_below, [node, node + 1])
-        return self.by_size(self._below[low:high])
+        found: NDArray[np.int64] = self._below[low:high]
+        return found
+
+    def by_pages(self, nodes: NDArray[np.int64]) -> list[int]:
+        """Those with the most pages first, of equal ones the oldest; not those without pages."""
+        pages = self.total[PAGES, nodes]
+        order = np.lexsort((self.oldest[nodes], -pages))
+        found: list[int] = nodes[order[: int(np.count_nonzero(pages))]].tolist()
+        return found
 
     def by_size(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest first; not those without pages."""
@@ -142,32 +148,38 @@ class _Runs:
         return nodes[order[: int(np.count_nonzero(sizes))]]
 
 
-def _measured(state: StoreState, above: NDArray[np.int32]) -> _Runs:
-    """Sums of all pages, looked at in pieces."""
-    runs, table, at, there = _Runs(above), state.index.table, 0, 1
-    while at < there:
-        with state.lock:
-            state.require_open()
-            there = table.rows
-            piece = slice(at, min(at + ROWS_A_HOLD, there))
-            nodes = table.node[piece].copy()
-            size, hits = table.payload_bytes[piece].copy(), table.hits[piece].copy()
-            tiers, depth = table.state[piece].copy(), table.depth[piece].copy()
-        known = np.flatnonzero((nodes >= 0) & (nodes < len(above)))  # not those since made
-        if len(known):
+def measured(state: StoreState) -> tuple[Runs, dict[int, TreeInfo]]:
+    """Sums of all pages, looked at in pieces, and which nodes are tops of trees."""
+    with state.lock:
+        state.require_open()
+        above, trees, infos = state.index.node_parents(), state.index.trees(), dict(state.trees)
+    nodes_of = {tree.root: tree.root_node for tree in trees}
+    tops = {nodes_of[root]: info for root, info in infos.items() if root in nodes_of}
+    runs, table = Runs(above), state.index.table
+    columns: list[NDArray[Any]] = []
+
+    def copy(live: NDArray[np.int32]) -> None:
+        nodes = table.node[live]
+        live = live[nodes < len(above)]  # not those since made
+        columns[:] = live, table.node[live], table.payload_bytes[live], table.hits[live]
+        columns.extend((table.state[live], table.depth[live], table.sequence[live]))
+
+    def add() -> None:
+        ids, nodes, size, hits, tiers, depth, sequence = columns
+        if len(ids):
             values = np.array([size, np.ones_like(size), hits, tiers >> HOST & 1], np.int64)
-            places = depth.astype(np.int64) << 32 | np.arange(at, at + len(nodes))
-            runs.add(nodes[known], values[:, known], places[known])
-        at += ROWS_A_HOLD
-        state.breathe()
-    return runs
+            runs.add(nodes, values, depth.astype(np.int64) << 32 | ids, sequence)
+
+    each_page(state, copy, add)
+    runs.add_up(state)
+    return runs, tops
 
 
 @dataclass(slots=True)
 class _Drawing:
     """Opens the largest box again and again, until there are enough."""
 
-    runs: _Runs
+    runs: Runs
     tops: dict[int, TreeInfo]
     models: dict[bytes, str]
     made: list[Box] = field(default_factory=list)
@@ -181,7 +193,8 @@ class _Drawing:
         self._add(-1, tops, smallest, waiting)
         while waiting and len(self.made) < BOXES_MAX:
             _, box = heapq.heappop(waiting)
-            self._add(box, self.runs.below(self.nodes[box]), smallest, waiting)
+            below = self.runs.by_size(self.runs.below(self.nodes[box]))
+            self._add(box, below, smallest, waiting)
         return self.made
 
     def _add(
@@ -244,7 +257,7 @@ def _label(state: StoreState, drawing: _Drawing) -> None:
                     box.tokens_head = tuple(head.tolist())
 
 
-def _hottest(state: StoreState, runs: _Runs, models: dict[bytes, str]) -> tuple[Chain, ...]:
+def _hottest(state: StoreState, runs: Runs, models: dict[bytes, str]) -> tuple[Chain, ...]:
     """The chains to the ends of runs, those whose last page hit most."""
     nodes = np.flatnonzero(runs.own[HITS])
     ends = runs.last[nodes] & PAGE_MASK

@@ -1,6 +1,8 @@
 """The radix trees, folded for looking at: runs of pages without a fork are one line.
 
-Changes nothing. The lock is held for one run at a time.
+Changes nothing. What hangs where is taken from a sweep over all pages, then the runs that are
+shown are looked at a few at a time, each hold of the lock short: of a store in use, sums may be
+older than what is said of a run, and what left in between is missing with all below it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.state import DISK, HOST, NO_PAGE
+from kvstore.page_sweep import ROWS_A_HOLD
+from kvstore.prefix_index.page_table import rows_of
+from kvstore.state import DISK, HOST, NO_PAGE, PIECE_PAGES
+from kvstore.tree_map import PAGE_MASK, PAGES, measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.state import StoreState, TreeInfo
+    from kvstore.tree_map import Runs
 
 HEAD_TOKENS = 32  # of a run, to be shown
 BRANCHES_MAX = 10_000  # of one answer
@@ -65,102 +71,115 @@ def tree_views(
     branches_max: int,
 ) -> list[TreeView]:
     """The trees of a tenant and namespace, if they are given; `branches_max` of all together."""
-    with state.lock:
-        state.require_open()
-        chosen = [
-            info
-            for info in state.trees.values()
-            if tenant in (None, info.tenant)
-            and (namespace is None or info.namespace.startswith(namespace))
-            and state.index.find_tree(info.root) is not None
-        ]
+    runs, tops = measured(state)
+    chosen = [
+        (top, info)
+        for top, info in tops.items()
+        if tenant in (None, info.tenant)
+        and (namespace is None or info.namespace.startswith(namespace))
+    ]
     views, left = [], branches_max
-    for info in chosen:
-        view = _view(state, info, models.get(info.namespace, "?"), depth_max, left)
-        left -= len(view.branches)
-        views.append(view)
+    for top, info in chosen:
+        drawn = _drawn(runs, top, depth_max, left)
+        branches = _labelled(state, info, drawn[:left])
+        views.append(
+            TreeView(
+                namespace=info.namespace.hex(),
+                tenant=info.tenant,
+                model=models.get(info.namespace, "?"),
+                page_tokens=info.page_tokens,
+                pages=int(runs.total[PAGES, top]),
+                branches=tuple(branches),
+                is_cut=len(drawn) > left,
+            )
+        )
+        left -= len(branches)
     return sorted(views, key=lambda view: -view.pages)
 
 
-def _view(state: StoreState, info: TreeInfo, model: str, depth_max: int, most: int) -> TreeView:
-    branches: list[Branch] = []
-    walk = _branches(state, info, depth_max)
-    for branch in walk:
-        if len(branches) >= most:
-            break
-        branches.append(branch)
-    else:
-        most += 1
-    with state.lock:
-        tree = state.index.find_tree(info.root)
-        pages = tree.pages if tree is not None else 0
-    return TreeView(
-        namespace=info.namespace.hex(),
-        tenant=info.tenant,
-        model=model,
-        page_tokens=info.page_tokens,
-        pages=pages,
-        branches=tuple(branches),
-        is_cut=len(branches) >= most,
-    )
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A branch as the sweep saw it."""
+
+    depth: int
+    first: int  # page id
+    first_page: int
+    above: int  # page id of the page right above it, NO_PAGE: none
+    pages: int
+    forks: int
+    folded_pages: int
 
 
-def _branches(state: StoreState, info: TreeInfo, depth_max: int) -> Iterator[Branch]:
-    with state.lock:
-        tops = _by_size(state, state.root_pages(info.root))
-    waiting = [(page, sequence, 0) for page, sequence in reversed(tops)]
-    while waiting:
-        page, sequence, depth = waiting.pop()
-        with state.lock:
-            table = state.index.table
-            if not table.is_live(page) or int(table.sequence[page]) != sequence:
-                continue  # it left meanwhile, and all below it
-            run = _run(state, page)
-            below = _by_size(state, state.index.children(run[-1]))
-            is_folded = depth + 1 >= depth_max
-            yield_me = _branch(state, info, run, depth, len(below), is_folded)
-        yield yield_me
+def _drawn(runs: Runs, top: int, depth_max: int, most: int) -> list[_Drawn]:
+    """The branches of a tree, parents first; one more than `most` if there are more."""
+    waiting = [(node, 0, NO_PAGE) for node in reversed(runs.by_pages(runs.below(top)))]
+    made: list[_Drawn] = []
+    while waiting and len(made) <= most:
+        node, depth, above = waiting.pop()
+        first = int(runs.first[node])
+        pages, below = int(runs.own[PAGES, node]), runs.by_pages(runs.below(node))
+        while len(below) == 1:  # an edge holds so many tokens: a long run is several
+            (node,) = below
+            pages, below = pages + int(runs.own[PAGES, node]), runs.by_pages(runs.below(node))
+        is_folded = depth + 1 >= depth_max
+        folded = int(runs.total[PAGES, node] - runs.own[PAGES, node]) if is_folded else 0
+        made.append(_Drawn(depth, first & PAGE_MASK, first >> 32, above, pages, len(below), folded))
         if not is_folded:
-            waiting += [(child, mark, depth + 1) for child, mark in reversed(below)]
+            last = int(runs.last[node]) & PAGE_MASK
+            waiting += [(child, depth + 1, last) for child in reversed(below)]
+    return made
 
 
-def _run(state: StoreState, page: int) -> list[int]:
-    """The page and all below it up to the next fork or end."""
-    run = [page]
-    while len(below := state.index.children(run[-1])) == 1:
-        run.append(int(below[0]))
-    return run
+def _labelled(state: StoreState, info: TreeInfo, drawn: list[_Drawn]) -> list[Branch]:
+    """What there is to say of them, but for those that left meanwhile, and all below these."""
+    made: list[Branch] = []
+    for part in _parts(drawn):
+        with state.lock:
+            state.require_open()
+            made += [_branch(state, info, each) for each in part if _is_there(state, info, each)]
+        state.breathe()
+    return made
 
 
-def _by_size(state: StoreState, pages: list[int]) -> list[tuple[int, int]]:
-    """Pages with their sequence numbers, those with the most below them first."""
-    sizes = {page: len(state.index.subtree(page)) for page in pages}
-    table = state.index.table
-    return [
-        (page, int(table.sequence[page])) for page in sorted(pages, key=lambda page: -sizes[page])
-    ]
+def _parts(drawn: list[_Drawn]) -> Iterator[list[_Drawn]]:
+    """Such as one hold of the lock is enough for."""
+    part: list[_Drawn] = []
+    pages = 0
+    for each in drawn:
+        part.append(each)
+        pages += each.pages
+        if pages >= ROWS_A_HOLD or len(part) == PIECE_PAGES:
+            yield part
+            part, pages = [], 0
+    if part:
+        yield part
 
 
-def _branch(
-    state: StoreState, info: TreeInfo, run: list[int], depth: int, forks: int, is_folded: bool
-) -> Branch:
-    table, pages = state.index.table, np.array(run, np.int32)
-    last = run[-1]
+def _is_there(state: StoreState, info: TreeInfo, drawn: _Drawn) -> bool:
+    """Whether the first page still stands where it stood: its id may be another's now."""
+    index, page = state.index, drawn.first
+    here = index.table.is_live(page) and index.root_of(page) == info.root
+    place = int(index.table.parent[page]), int(index.table.depth[page])
+    return here and place == (drawn.above, drawn.first_page)
+
+
+def _branch(state: StoreState, info: TreeInfo, drawn: _Drawn) -> Branch:
+    table, run = state.index.table, state.index.run(drawn.first)
+    last, rows = int(run[-1]), rows_of(run)
     head = b"".join(
-        state.index.tokens_of(page) for page in run[: -(-HEAD_TOKENS // info.page_tokens)]
+        state.index.tokens_of(page) for page in run[: -(-HEAD_TOKENS // info.page_tokens)].tolist()
     )
-    assert last != NO_PAGE
     return Branch(
-        depth=depth,
-        first_page=int(table.depth[run[0]]),
+        depth=drawn.depth,
+        first_page=drawn.first_page,
         pages=len(run),
         chain_id=table.key_of(last).hex(),
         tokens_head=tuple(np.frombuffer(head, "<i4")[:HEAD_TOKENS].tolist()),
-        payload_bytes=int(table.payload_bytes[pages].sum()),
-        host_pages=int(np.count_nonzero(state.in_tier(pages, HOST))),
-        disk_pages=int(np.count_nonzero(state.in_tier(pages, DISK))),
+        payload_bytes=int(table.payload_bytes[rows].sum()),
+        host_pages=int(np.count_nonzero(state.in_tier(run, HOST))),
+        disk_pages=int(np.count_nonzero(state.in_tier(run, DISK))),
         hits=int(table.hits[last]),
-        forks=forks,
-        folded_pages=len(state.index.subtree(last)) - 1 if is_folded else 0,
+        forks=drawn.forks,
+        folded_pages=drawn.folded_pages,
         pinned=state.is_pinned(last),
     )
