@@ -4,6 +4,8 @@ What is chosen goes with all below it, from every tier, its slots on disk are wi
 told to delete those pages too, for all stores that share it. Pages that somebody reads or writes
 right now stay, and so do pinned ones unless asked otherwise; their ancestors stay with them. All is
 counted in the answer. With a tier, pages leave that one only, and Redis is told nothing.
+
+Pages are chosen, and then go, in short holds of the lock: what comes meanwhile may stay.
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ import numpy as np
 
 from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.ghost_list import Left
-from kvstore.prefix_index.page_table import HELD
-from kvstore.request import checked_extras, checked_tokens
-from kvstore.state import DISK, HOST, NO_PAGE
+from kvstore.page_choice import choose
+from kvstore.page_sweep import ROWS_A_HOLD
+from kvstore.state import DISK, HOST
 from kvstore.tenant import check_name
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
     from kvstore.disk_writer import DiskWriter
+    from kvstore.page_choice import Choice
     from kvstore.redis_share import RedisShare
     from kvstore.redis_writer import RedisWriter
     from kvstore.request import Extras, Tokens
@@ -79,6 +82,15 @@ class Selection:
                 "(--all)"
             )
 
+    def names_no_tree(self) -> bool:
+        """Whether pages of all trees are meant."""
+        return self.tenant is None and self.namespace is None and self.root is None
+
+    def names_whole_trees(self) -> bool:
+        """Whether all pages of some trees are meant, whatever they are."""
+        others = (self.prefix, self.writer, self.unused_for_s, self.older_than_s)
+        return all(each is None for each in others)
+
     def names_a_tenant_only(self) -> bool:
         """Whether all pages of one tenant are meant, and nothing else."""
         others = set(self.__dataclass_fields__) - {"tenant", "everything", "extras"}
@@ -99,22 +111,6 @@ class Eviction:
     kept_above: int = 0  # nowhere but in the chosen tier, and pages elsewhere are below them
 
 
-def select(state: StoreState, selection: Selection) -> NDArray[np.int32]:
-    """Pages that a selection names, each with all below it; parents before children."""
-    state.require_open()
-    if selection.prefix is not None:
-        tops = _by_prefix(state, selection)
-    else:
-        tops = [top for root in _roots(state, selection) for top in state.root_pages(root)]
-    chosen = _by_columns(state, selection, tops)
-    seen: dict[int, None] = {}
-    for page in chosen:
-        if page not in seen:
-            seen.update(dict.fromkeys(state.index.subtree(page).tolist()))
-    pages = np.fromiter(seen, dtype=np.int32, count=len(seen))
-    return pages[np.argsort(state.index.table.depth[pages], kind="stable")]
-
-
 def evict(
     state: StoreState,
     writer: DiskWriter | None,
@@ -129,62 +125,51 @@ def evict(
 
     Without `share` the pages stay in Redis, for the other stores.
     """
-    if selection.tier is not None:
-        return _evict_tier(state, selection, TIERS[selection.tier], dry_run=dry_run, why=why)
-    with state.lock:
-        pages = select(state, selection)
-        if not dry_run:
-            writers = [writer, share.writer if share is not None else None]
-            pages = _leave_queues(state, [each for each in writers if each is not None], pages)
-        going, kept_leased, kept_pinned = _removable(state, pages, include_pinned)
-        chains = _ends_among(state, going)
-        size = int(state.index.table.payload_bytes[going].sum())
-        sequences = state.index.table.sequence[going].copy()
-    report = Eviction(chains, len(going), size, kept_leased, kept_pinned, dry_run)
-    if dry_run:
-        return report
-    order = going[::-1]  # deepest first
-    left = 0
-    gone: list[tuple[str, bytes, bytes]] = []
-    for start in range(0, len(order), STEP_PAGES):
-        step = slice(start, start + STEP_PAGES)
-        left += _remove_step(state, order[step], sequences[::-1][step], include_pinned, gone, why)
-    try:
-        state.free_wiped_slots()
-    except TierError as exc:
-        raise DirectoryError(f"evicted from memory, but not wiped from disk: {exc}") from exc
-    erased = _erase(state, share, gone)
-    return replace(
-        report, pages=len(going) - left, kept_leased=kept_leased + left, redis_pages=erased
-    )
-
-
-def _evict_tier(
-    state: StoreState, selection: Selection, tier: int, *, dry_run: bool, why: Left
-) -> Eviction:
-    """Take pages out of one tier: those that are nowhere else are gone. The leaf rule holds."""
-    with state.lock:
-        pages = select(state, selection)
-        free, kept_leased, kept_pinned = _removable(state, pages, False, tier)
-        order = state.index.victims(tier, free[::-1], state.clock())
-        chains = _ends_among(state, order)
-        size = int(state.index.table.payload_bytes[order].sum())
-        sequences = state.index.table.sequence[order].copy()
-    kept_above = len(free) - len(order)
+    tier = TIERS[selection.tier] if selection.tier is not None else None
+    choice = choose(state, selection, include_pinned=include_pinned, tier=tier)
     report = Eviction(
-        chains, len(order), size, kept_leased, kept_pinned, dry_run, kept_above=kept_above
+        choice.chains,
+        len(choice.ids),
+        choice.payload_bytes,
+        choice.kept_leased,
+        choice.kept_pinned,
+        dry_run,
+        kept_above=choice.kept_above,
     )
     if dry_run:
         return report
-    left = 0
-    for start in range(0, len(order), STEP_PAGES):
-        step = slice(start, start + STEP_PAGES)
-        left += _leave_step(state, order[step], sequences[step], tier, why)
+    gone: list[tuple[str, bytes, bytes]] = []
+    if tier is not None:
+        left = sum(_leave_step(state, *step, tier, why) for step in _steps(state, choice))
+        trouble = "evicted"
+    else:
+        queues = _Queues(state, [writer, share.writer if share is not None else None])
+        queues.leave(choice)
+        left = 0
+        for step in _steps(state, choice):
+            left += _remove_step(state, *step, include_pinned, queues, gone, why)
+        trouble = "evicted from memory"
     try:
         state.free_wiped_slots()
     except TierError as exc:
-        raise DirectoryError(f"evicted, but not wiped from disk: {exc}") from exc
-    return replace(report, pages=len(order) - left, kept_leased=kept_leased + left)
+        raise DirectoryError(f"{trouble}, but not wiped from disk: {exc}") from exc
+    return replace(
+        report,
+        pages=report.pages - left,
+        kept_leased=report.kept_leased + left,
+        redis_pages=_erase(state, share, gone),
+    )
+
+
+def _steps(
+    state: StoreState, choice: Choice
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint64]]]:
+    """What goes in one hold of the lock, deepest first: ids and sequence numbers."""
+    for start in range(0, len(choice.ids), STEP_PAGES):
+        if start:
+            state.breathe()
+        step = slice(start, start + STEP_PAGES)
+        yield choice.ids[step], choice.sequences[step]
 
 
 def _leave_step(
@@ -208,15 +193,6 @@ def _leave_step(
         state.remove_pages(leaving[~elsewhere], why, wipe=True)
         state.changed.notify_all()
     return len(pages) - len(leaving)
-
-
-def _ends_among(state: StoreState, pages: NDArray[np.int32]) -> int:
-    """How many of these pages have none of them below."""
-    here = set(pages.tolist())
-    return sum(
-        not any(int(child) in here for child in state.index.children(page))
-        for page in pages.tolist()
-    )
 
 
 def _erase(
@@ -253,100 +229,40 @@ def erase_key(state: StoreState, selection: Selection, *, dry_run: bool) -> None
         raise DirectoryError(f"nothing is evicted: {exc}") from exc
 
 
-def _by_prefix(state: StoreState, selection: Selection) -> Iterable[int]:
-    assert selection.prefix is not None
-    if selection.root is None or selection.root not in state.trees:
-        raise InvalidRequest("a prefix needs the namespace and tenant that it belongs to")
-    tokens = checked_tokens(selection.prefix)
-    page_bytes = 4 * state.trees[selection.root].page_tokens
-    whole = len(tokens) // page_bytes
-    found = state.index.match(selection.root, tokens, checked_extras(selection.extras))
-    if len(found) < whole:
-        return []
-    rest = tokens[whole * page_bytes :]
-    last = int(found[-1]) if whole else NO_PAGE
-    if not rest:
-        return [last] if whole else state.root_pages(selection.root)
-    below = state.index.children(last) if whole else state.root_pages(selection.root)
-    return [page for page in below if state.index.tokens_of(page).startswith(rest)]
+class _Queues:
+    """Those who write pages elsewhere, and must not write what is about to go."""
 
+    def __init__(self, state: StoreState, writers: list[DiskWriter | RedisWriter | None]) -> None:
+        self._state = state
+        self._writers = [each for each in writers if each is not None]
+        self._deadline = state.clock() + WRITE_WAIT_S  # to wait until then, for all pages together
 
-def _roots(state: StoreState, selection: Selection) -> Iterator[bytes]:
-    for root, info in state.trees.items():
-        if selection.root is not None and root != selection.root:
-            continue
-        if selection.tenant is not None and info.tenant != selection.tenant:
-            continue
-        namespace = selection.namespace
-        if namespace is not None and not info.namespace.startswith(namespace):
-            continue
-        yield root
+    def leave(self, choice: Choice) -> None:
+        """Take all of them out of the queues, in pieces, so that nothing is written in vain."""
+        for at in range(0, len(choice.ids), ROWS_A_HOLD):
+            part = slice(at, at + ROWS_A_HOLD)
+            with self._state.lock:
+                self._cancel(choice.ids[part], choice.sequences[part])
+            self._state.breathe()
 
+    def wait_for(self, pages: NDArray[np.int32], sequences: NDArray[np.uint64]) -> None:
+        """Take them out, and wait for what is on its way this moment. The lock is held, but not
+        while waiting: pages may have changed after it."""
+        state, going = self._state, self._cancel(pages, sequences)
+        while (
+            any(each.is_writing(going) for each in self._writers) and state.clock() < self._deadline
+        ):
+            state.changed.wait(0.05)
+        state.require_open()
 
-def _by_columns(state: StoreState, selection: Selection, tops: Iterable[int]) -> list[int]:
-    """Those of the pages `tops` and all below them that writer and age fit."""
-    table = state.index.table
-    pages = [page for top in tops for page in state.index.subtree(top).tolist()]
-    chosen = np.array(pages, dtype=np.int32)
-    if selection.writer is not None:
-        names = np.array([name == selection.writer for name in state.writers])
-        chosen = chosen[names[table.writer[chosen]]]
-    if selection.unused_for_s is not None:
-        chosen = chosen[table.last_use[chosen] < state.clock() - selection.unused_for_s]
-    if selection.older_than_s is not None:
-        chosen = chosen[table.created[chosen] < state.wall_clock() - selection.older_than_s]
-    out: list[int] = chosen.tolist()
-    return out
-
-
-def _leave_queues(
-    state: StoreState, writers: list[DiskWriter | RedisWriter], pages: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    """Stop writing what is about to go; wait for what is on its way this moment.
-
-    Returns the pages that are still the same ones: others may have been evicted meanwhile.
-    """
-    going, table = set(pages.tolist()), state.index.table
-    sequences = table.sequence[pages].copy()
-    for writer in writers:
-        writer.cancel(going)
-    deadline = state.clock() + WRITE_WAIT_S
-    while any(each.is_writing(going) for each in writers) and state.clock() < deadline:
-        state.changed.wait(0.05)
-    state.require_open()
-    table = state.index.table
-    same = [
-        table.is_live(page) and int(table.sequence[page]) == sequence
-        for page, sequence in zip(pages.tolist(), sequences.tolist(), strict=True)
-    ]
-    return pages[np.array(same, dtype=np.bool_)]
-
-
-def _removable(
-    state: StoreState, pages: NDArray[np.int32], include_pinned: bool, tier: int | None = None
-) -> tuple[NDArray[np.int32], int, int]:
-    """Pages that may go now, parents first, and how many stay for a lease or for a pin.
-
-    tier: of the pages there only.
-    """
-    table = state.index.table
-    held: dict[int, bool] = {}  # page -> True if for a pin
-    for page in pages[table.state[pages] & HELD != 0].tolist():
-        if state.is_leased(page):
-            _mark_line(table.parent, page, False, held)
-        elif not include_pinned and state.is_pinned(page):
-            _mark_line(table.parent, page, True, held)
-    if tier is not None:
-        pages = pages[state.in_tier(pages, tier)]
-    mask = np.array([page not in held for page in pages.tolist()], dtype=np.bool_)
-    kept = [held[page] for page in pages[~mask].tolist()] if len(pages) else []
-    return pages[mask] if len(pages) else pages, kept.count(False), kept.count(True)
-
-
-def _mark_line(parent: NDArray[np.int32], page: int, pinned: bool, held: dict[int, bool]) -> None:
-    while page != NO_PAGE and page not in held:
-        held[page] = pinned
-        page = int(parent[page])
+    def _cancel(self, pages: NDArray[np.int32], sequences: NDArray[np.uint64]) -> set[int]:
+        """Those that still are the same pages: an id may have become another's."""
+        table = self._state.index.table
+        same = (table.node[pages] >= 0) & (table.sequence[pages] == sequences)
+        going = set(pages[same].tolist())
+        for each in self._writers:
+            each.cancel(going)
+        return going
 
 
 def _remove_step(
@@ -354,6 +270,7 @@ def _remove_step(
     pages: NDArray[np.int32],
     sequences: NDArray[np.uint64],
     include_pinned: bool,
+    queues: _Queues,
     gone: list[tuple[str, bytes, bytes]],
     why: Left,
 ) -> int:
@@ -363,11 +280,12 @@ def _remove_step(
     """
     with state.lock:
         state.require_open()
+        queues.wait_for(pages, sequences)
         table = state.index.table
         going = []
         removed: set[int] = set()
         for page, sequence in zip(pages.tolist(), sequences.tolist(), strict=True):
-            if not state.index.table.is_live(page) or int(table.sequence[page]) != sequence:
+            if not table.is_live(page) or int(table.sequence[page]) != sequence:
                 continue
             held = state.is_leased(page)
             held |= not include_pinned and state.is_pinned(page)
