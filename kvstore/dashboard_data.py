@@ -34,6 +34,7 @@ STATE_EVERY_S = 2.0
 WALK_EVERY_S = 15.0
 WALK_SHARE = 0.02  # of the time, at most, for what walks over the store
 TOKENS_MAX = 1 << 18  # of a prompt to explain
+NO_TOKENIZER = "text needs a server with --dashboard-tokenizer; give ids"
 TROUBLES = (
     *("corrupt_pages", "stale_pages", "key_missing", "disk_read_errors", "disk_write_failures"),
     *("redis_bad_pages", "redis_errors", "stage_timeouts", "reservations_refused", "pins_broken"),
@@ -135,13 +136,21 @@ class DashboardData:
             raise InvalidRequest("give token ids or text, not both")
         if text:
             if self._encode is None:
-                raise InvalidRequest("text needs a server with --dashboard-tokenizer; give ids")
+                raise InvalidRequest(NO_TOKENIZER)
             found = self._encode(text)
         else:
-            found = cli_prompt.numbers(tokens, "token ids")
+            found = self._numbers(tokens)
         if not 0 < len(found) <= TOKENS_MAX:
             raise InvalidRequest(f"{len(found)} tokens given; 1 to {TOKENS_MAX} are wanted")
         return found
+
+    def _numbers(self, tokens: str) -> list[int]:
+        try:
+            return cli_prompt.numbers(tokens, "token ids")
+        except InvalidRequest as exc:
+            if self._encode is not None:
+                raise
+            raise InvalidRequest(f"{exc}; {NO_TOKENIZER}") from exc
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -203,7 +212,7 @@ class DashboardData:
         state = self._store.state
         with state.lock:
             state.require_open()
-            traffic = [row for owner, _, row in state.meters.traffic() if tenant in (None, owner)]
+            traffic = [row for _, _, row in state.meters.traffic(tenant)]
             gone = {
                 "left_pages": int(state.ghosts.left.sum()),
                 "missed_pages": int(state.ghosts.missed.sum()),
@@ -236,7 +245,7 @@ class DashboardData:
     def _tenant(self, name: str) -> dict[str, Any]:
         state = self._store.state
         with state.lock:
-            traffic = [row for owner, _, row in state.meters.traffic() if owner == name]
+            traffic = [row for _, _, row in state.meters.traffic(name)]
         done = _sum_of(traffic)
         return self._store.tenant_usage(name).to_dict() | {
             "requests": done["requests"],

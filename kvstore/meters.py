@@ -96,10 +96,16 @@ class Meters:
         """Count bytes that went from one place to another."""
         self.moved[source, target] = self.moved.get((source, target), 0) + size
 
-    def traffic(self) -> list[tuple[str, str, Traffic]]:
-        """Tenant, engine and row of all that there are."""
+    def traffic(self, tenant: str | None = None) -> list[tuple[str, str, Traffic]]:
+        """Tenant, engine and row of all that there are, or of one tenant.
+
+        The row that tenants share is nobody's own, not even of one with that name.
+        """
+        if tenant == OTHER:
+            return []
         return [
-            (tenant, engine, row)
-            for tenant, engines in self._traffic.items()
+            (owner, engine, row)
+            for owner, engines in self._traffic.items()
+            if tenant in (None, owner)
             for engine, row in engines.items()
         ]

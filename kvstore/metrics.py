@@ -1,7 +1,8 @@
 """The store and its server as Prometheus metrics: every name and label is said here, once.
 
 Read when somebody looks, from counters that the store keeps anyway. No tenant's name and no token
-stands in a label: a tenant is a digest keyed by the store secret, so that nobody can guess it.
+stands in a label: a tenant is a digest keyed by the store secret, so that nobody can guess it. Who
+is shown one tenant's part gets no number that others have any part in.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.meters import Histogram
     from kvstore.store import Store
     from kvstore.store_stats import Stats
+    from kvstore.tenant_usage import TenantUsage
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Described", "Kind", "StoreMetrics", "tenant_label"]
 
@@ -171,16 +173,30 @@ class StoreMetrics:
         self._registry.register(_Adapter(self.families))
         ProcessCollector(registry=self._registry)
 
-    def render(self) -> bytes:
-        """The exposition, in Prometheus' text format."""
-        return bytes(generate_latest(self._registry))
+    def render(self, tenant: str | None = None) -> bytes:
+        """The exposition, in Prometheus' text format: of all, or one tenant's part."""
+        if tenant is None:
+            return bytes(generate_latest(self._registry))
+        registry = CollectorRegistry()
+        registry.register(_Adapter(lambda: self.families_of(tenant)))
+        return bytes(generate_latest(registry))
+
+    def families_of(self, tenant: str) -> list[Metric]:
+        """What one tenant did and has."""
+        values = _Values()
+        self._rows(values, tenant)
+        self._usage(values, [self._store.tenant_usage(tenant)])
+        values.put("build_info", 1, __version__)
+        values.put("warm", self._store.warm)
+        return [_family(each, values) for each in METRICS if each.name in values.samples]
 
     def families(self) -> list[Metric]:
         """All metrics of METRICS, with the values of now."""
         values = _Values()
         stats = self._store.stats()
         self._traffic(values)
-        self._tenants(values)
+        self._rows(values)
+        self._usage(values, self._store.tenant_usages())
         _of_stats(values, stats)
         for tier, is_open in self._store.breakers().items():
             values.put("breaker_open", is_open, tier)
@@ -192,14 +208,21 @@ class StoreMetrics:
         state = self._store.state
         with state.lock:
             meters = state.meters
-            rows = [
-                (tenant, engine, row, list(row.hit_tokens))
-                for tenant, engine, row in meters.traffic()
-            ]
             moved = dict(meters.moved)
             for name in ("lookup", "stage", "load", "store"):
                 values.histograms[f"kvstore_{name}_duration_seconds"] = getattr(meters, name).copy()
             values.put("ghost_pages", len(state.ghosts))
+        for (source, target), size in moved.items():
+            values.put("moved_bytes", size, source, target)
+
+    def _rows(self, values: _Values, only: str | None = None) -> None:
+        """What each tenant's engines asked for and got, or one tenant's."""
+        state = self._store.state
+        with state.lock:
+            rows = [
+                (tenant, engine, row, list(row.hit_tokens))
+                for tenant, engine, row in state.meters.traffic(only)
+            ]
         for tenant, engine, row, hit_tokens in rows:
             who = tenant_label(state.secret, tenant), engine
             values.put("requests", row.requests, *who)
@@ -209,12 +232,10 @@ class StoreMetrics:
             values.put("prefill_saved_seconds", row.prefill_saved_s, *who)
             for tier, tokens in zip(TIER_NAMES, hit_tokens, strict=True):
                 values.put("hit_tokens", tokens, *who, tier)
-        for (source, target), size in moved.items():
-            values.put("moved_bytes", size, source, target)
 
-    def _tenants(self, values: _Values) -> None:
+    def _usage(self, values: _Values, usages: list[TenantUsage]) -> None:
         secret = self._store.state.secret
-        for usage in self._store.tenant_usages():
+        for usage in usages:
             tenant = tenant_label(secret, usage.tenant)
             values.put("tenant_used_bytes", usage.host_bytes, tenant, "host")
             values.put("tenant_used_bytes", usage.disk_bytes, tenant, "disk")

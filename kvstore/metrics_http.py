@@ -1,7 +1,8 @@
 """GET /metrics over HTTP, at a loopback port or a Unix socket: read-only, for Prometheus.
 
-A server with credentials wants one here too: a bearer token of the role metrics or admin. Nothing
-else is served, few callers at once, and one that stops talking is cut off.
+A server with credentials wants one here too: a bearer token of the role admin, which is shown all,
+or metrics, which is shown its own tenant's part. Nothing else is served, few callers at once, and
+one that stops talking is cut off.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.auth import CredentialAuthorizer, HeaderCall
 from kvstore.call_budget import TooManyCalls
 from kvstore.errors import DirectoryError
-from kvstore.identity import ROLES, NotAuthenticated
+from kvstore.identity import ROLES, NotAuthenticated, Role
 from kvstore.metrics import CONTENT_TYPE
 from kvstore.metrics_listen import check_metrics_listen
 
@@ -41,9 +42,10 @@ class MetricsServer:
     """Owns the socket and its threads; start() to stop()."""
 
     def __init__(
-        self, listen: str, render: Callable[[], bytes], authorizer: Authorizer | None
+        self, listen: str, render: Callable[[str | None], bytes], authorizer: Authorizer | None
     ) -> None:
-        """Raises ConfigError or DirectoryError when the address can't be had."""
+        """render: the exposition of one tenant, or of all. Raises ConfigError or DirectoryError
+        when the address can't be had."""
         self.listen = check_metrics_listen(listen)
         self._path = Path(listen.removeprefix("unix:")) if listen.startswith("unix:") else None
         credentials = authorizer if isinstance(authorizer, CredentialAuthorizer) else None
@@ -87,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_S
     server_version = "kvstore"
     sys_version = ""
-    answer: Callable[[], bytes]
+    answer: Callable[[str | None], bytes]
     authorizer: CredentialAuthorizer | None
 
     def do_GET(self) -> None:
@@ -95,12 +97,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != PATH:
             self.send_error(HTTPStatus.NOT_FOUND, explain=f"there is only {PATH}")
             return
-        refusal = self._refusal()
+        tenant, refusal = self._caller()
         if refusal is not None:
             self.send_error(*refusal)
             return
         try:
-            body = type(self).answer()
+            body = type(self).answer(tenant)
         except Exception:  # a store that closes; a collector must get an answer all the same
             _log.exception("metrics failed")
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -115,19 +117,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not news."""
         _log.debug(format, *args)
 
-    def _refusal(self) -> tuple[HTTPStatus, str] | None:
+    def _caller(self) -> tuple[str | None, tuple[HTTPStatus, str] | None]:
+        """Whose part the caller may see, None for all; or why nothing."""
         if self.authorizer is None:
-            return None
+            return None, None
         try:
             given = self.headers.get_all("authorization") or []
             identity = self.authorizer.identify(HeaderCall(given))
         except TooManyCalls as exc:
-            return HTTPStatus.TOO_MANY_REQUESTS, str(exc)
+            return None, (HTTPStatus.TOO_MANY_REQUESTS, str(exc))
         except NotAuthenticated as exc:
-            return HTTPStatus.UNAUTHORIZED, str(exc)
+            return None, (HTTPStatus.UNAUTHORIZED, str(exc))
         if identity.role not in ROLES["Stats"]:
-            return HTTPStatus.FORBIDDEN, f"metrics are not for the role {identity.role}"
-        return None
+            return None, (HTTPStatus.FORBIDDEN, f"metrics are not for the role {identity.role}")
+        return None if identity.role is Role.ADMIN else identity.tenant, None
 
 
 class _HttpServer(ThreadingMixIn, TCPServer):

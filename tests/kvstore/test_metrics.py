@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import Store
 from kvstore.auth import CredentialAuthorizer
+from kvstore.connect import connect
 from kvstore.errors import ConfigError, DirectoryError
 from kvstore.identity import Role
 from kvstore.meters import ENGINES_MAX, OTHER, TENANTS_MAX, Histogram, Meters
@@ -226,9 +227,13 @@ def get(
         connection.close()
 
 
+def nothing(tenant: str | None) -> bytes:
+    return b""
+
+
 @pytest.fixture
 def exporter() -> Iterator[MetricsServer]:
-    server = MetricsServer("127.0.0.1:0", lambda: b"kvstore_pages 1.0\n", None)
+    server = MetricsServer("127.0.0.1:0", lambda tenant: b"kvstore_pages 1.0\n", None)
     server.start()
     yield server
     server.stop()
@@ -256,11 +261,11 @@ def test_callers_that_say_nothing_take_no_more_than_their_places(exporter: Metri
 
 def test_two_cannot_listen_at_one_place(exporter: MetricsServer, tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="metrics_listen"):
-        MetricsServer(f"unix:{tmp_path}/none/m.sock", bytes, None)
-    first = MetricsServer(f"unix:{tmp_path}/m.sock", bytes, None)
+        MetricsServer(f"unix:{tmp_path}/none/m.sock", nothing, None)
+    first = MetricsServer(f"unix:{tmp_path}/m.sock", nothing, None)
     first.start()
     with pytest.raises(DirectoryError, match="in use"):
-        MetricsServer(f"unix:{tmp_path}/m.sock", bytes, None)
+        MetricsServer(f"unix:{tmp_path}/m.sock", nothing, None)
     assert (tmp_path / "m.sock").stat().st_mode & 0o777 == 0o600
     first.stop()
     assert not (tmp_path / "m.sock").exists()
@@ -277,15 +282,110 @@ def test_where_calls_need_a_credential_so_does_the_exposition(tmp_path: Path) ->
 
     edit_tenants(tmp_path / "tenants.json", edit, create=True)
     authorizer = CredentialAuthorizer(TenantWatch(tmp_path / "tenants.json"), certificates=False)
-    server = MetricsServer("127.0.0.1:0", lambda: b"x 1\n", authorizer)
+    server = MetricsServer("127.0.0.1:0", lambda tenant: f"{tenant}\n".encode(), authorizer)
     server.start()
-    statuses = {
-        role: get(server.port, Authorization=f"Bearer {token}")[0] for role, token in tokens.items()
+    answers = {
+        role: get(server.port, Authorization=f"Bearer {token}") for role, token in tokens.items()
     }
     none, junk = get(server.port)[0], get(server.port, Authorization="Bearer nonsense")[0]
     server.stop()
-    assert statuses == {Role.METRICS: 200, Role.ADMIN: 200, Role.READER: 403, Role.WRITER: 403}
+    assert answers.pop(Role.METRICS) == (200, b"acme\n")
+    assert answers.pop(Role.ADMIN) == (200, b"None\n")
+    assert {role: status for role, (status, _) in answers.items()} == {
+        Role.READER: 403,
+        Role.WRITER: 403,
+    }
     assert (none, junk) == (401, 401)
+
+
+def test_one_tenants_part_has_no_number_of_others(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s", host_bytes="8MiB", disk_bytes="64MiB") as store:
+        metrics = StoreMetrics(store, dict)
+        for number, tenant in enumerate(("acme", "globex", OTHER)):
+            session = store.session(SPEC, tenant=tenant, writer=f"engine-of-{tenant}")
+            save(session, prompt(number, 2 + number), durable=True)
+            assert load(session, prompt(number, 2)) == 2
+        before = samples(metrics.render("acme"))
+        session = store.session(SPEC, tenant="globex", writer="engine-of-globex")
+        save(session, prompt(7, 9))
+        session.match(prompt(8, 1))
+        mine = metrics.render("acme")
+        label = tenant_label(store.state.secret, "acme")
+        nobody = metrics.render("nobody")
+        shared = metrics.render(OTHER)
+    assert samples(mine) == before, "what others do changes nothing"
+    assert value(mine, "kvstore_requests_total", tenant=label, engine="engine-of-acme") == 1
+    assert value(mine, "kvstore_hit_tokens_total", tenant=label, tier="host") == 8
+    assert value(mine, "kvstore_tenant_used_bytes", tenant=label, tier="disk") > 0
+    assert {name for name, labels in before if not dict(labels).get("tenant")} == {
+        "kvstore_build_info",
+        "kvstore_warm",
+    }
+    assert {dict(labels).get("tenant", label) for _, labels in before} == {label}
+    assert b"globex" not in mine
+    assert b"process_" not in mine
+    assert value(nobody, "kvstore_tenant_used_bytes") == 0
+    assert b"kvstore_requests" not in nobody
+    assert b"kvstore_requests" not in shared, "that row may be of tenants past the bound"
+
+
+@pytest.mark.slow
+def test_a_server_with_tenants_shows_each_credential_its_own_part(tmp_path: Path) -> None:
+    """As SECURITY.md says it: admin all, metrics its own tenant's numbers, others nothing."""
+    from server_process import ServerProcess
+
+    tokens: dict[tuple[str, Role], str] = {}
+
+    def edit(book: TenantBook) -> TenantBook:
+        for tenant in ("acme", "globex"):
+            book = book.with_tenant(tenant, Quota())
+            for role in (Role.METRICS, Role.ADMIN, Role.WRITER):
+                book, tokens[tenant, role] = book.with_token(tenant, role, 0.0, None)
+        return book
+
+    edit_tenants(tmp_path / "tenants.json", edit, create=True)
+    path = tmp_path / "metrics.sock"
+    flags = (
+        *("--host-bytes=16MiB", "--disk-bytes=64MiB", f"--metrics-listen=unix:{path}"),
+        f"--tenants-file={tmp_path}/tenants.json",
+    )
+    with ServerProcess(tmp_path / "store", *flags) as server:
+        server.start()
+        for number, tenant in enumerate(("acme", "globex")):
+            file = tmp_path / f"{tenant}.token"
+            file.touch(mode=0o600)
+            file.write_text(tokens[tenant, Role.WRITER])
+            with connect(server.address, token_file=file, open_wait_s=10.0) as store:
+                assert save(store.session(SPEC, writer=tenant), prompt(number, 3 + number)) > 0
+        seen = {
+            who: samples(ask(path, token))
+            for who, token in tokens.items()
+            if who[1] is not Role.WRITER
+        }
+        with pytest.raises(AssertionError, match="403"):
+            ask(path, tokens["acme", Role.WRITER])
+        with pytest.raises(AssertionError, match="401"):
+            ask(path)
+        assert server.terminate() == 0
+
+    def engines(who: tuple[str, Role]) -> dict[str, float]:
+        return {
+            dict(labels)["engine"]: number
+            for (name, labels), number in seen[who].items()
+            if name == "kvstore_stored_pages_total"
+        }
+
+    assert engines(("acme", Role.METRICS)) == {"acme": 3}
+    assert engines(("globex", Role.METRICS)) == {"globex": 4}
+    assert engines(("acme", Role.ADMIN)) == {"acme": 3, "globex": 4}
+    assert ("kvstore_pages", ()) in seen["acme", Role.ADMIN]
+    for tenant in ("acme", "globex"):
+        part = seen[tenant, Role.METRICS]
+        assert len({dict(labels)["tenant"] for _, labels in part if "tenant" in dict(labels)}) == 1
+        assert {name for name, labels in part if "tenant" not in dict(labels)} == {
+            "kvstore_build_info",
+            "kvstore_warm",
+        }
 
 
 @pytest.mark.slow
@@ -316,12 +416,13 @@ def test_a_server_process_serves_its_metrics_at_a_socket(tmp_path: Path) -> None
     assert "loopback" in refused.stderr
 
 
-def ask(path: Path) -> bytes:
+def ask(path: Path, token: str = "") -> bytes:
     """GET /metrics from a Unix socket."""
+    credential = f"Authorization: Bearer {token}\r\n" if token else ""
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(10)
         caller.connect(str(path))
-        caller.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        caller.sendall(f"GET /metrics HTTP/1.0\r\n{credential}\r\n".encode())
         answer = b"".join(iter(lambda: caller.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b" 200 " in head, head
