@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,20 +15,14 @@ def tiny_model(directory: Path) -> None:
     """Write it to `directory`."""
     torch = pytest.importorskip("torch", reason="the demo computes with torch")
     transformers = pytest.importorskip("transformers", reason="the demo uses its models")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<pad>", "<end>", *letters]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_tokenizer()
     names = {"pad_token": "<pad>", "eos_token": "<end>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(
         directory
     )
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(words),
+        vocab_size=tokenizer.get_vocab_size(),
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
