@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from command import run
 from known_pages import SPEC, load, prompt, save
 from server_process import ServerProcess
@@ -232,7 +233,42 @@ def test_a_prompt_is_explained(desk: Tab) -> None:
     page.get_by_label("Prompt", exact=True).fill("not a number")
     page.get_by_role("button", name="Explain").click()
     page.locator("#why-answer .notice").wait_for(timeout=WAIT_MS)
-    assert "not a token id" in page.locator("#why-answer .notice").inner_text()
+    said = page.locator("#why-answer .notice").inner_text()
+    assert "not a token id" in said
+    assert "text needs a server with --dashboard-tokenizer" in said
+    assert page.get_by_label("Prompt as").is_hidden()
+
+
+def test_a_prompt_is_explained_as_text_where_the_server_has_a_tokenizer(
+    chromium: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("tokenizers", reason="texts are made tokens by it")
+    tokenizer, file = byte_tokenizer(), tmp_path / "tokenizer.json"
+    tokenizer.save(str(file))
+    flags = ("--host-bytes=16MiB", "--disk-bytes=64MiB", "--dashboard-listen=127.0.0.1:0")
+    with ServerProcess(tmp_path / "kv", *flags, f"--dashboard-tokenizer={file}") as server:
+        server.start()
+        with connect(server.address, open_wait_s=10.0, lookup_deadline_s=5.0) as store:
+            session = store.session(SPEC)
+            save(session, np.array(tokenizer.encode("A bicycle shop: tyres!!!").ids, np.int32))
+        tab = Tab(chromium, run("dashboard", str(server.directory)).strip(), "phone")
+        page = tab.page
+        page.locator("#tree-chart [data-box]").first.wait_for(timeout=WAIT_MS)
+        page.get_by_label("Prompt as").select_option("text")
+        page.get_by_label("Prompt", exact=True).fill("A bicycle shop: chains!!")
+        page.get_by_role("button", name="Explain").click()
+        page.locator(".verdict").wait_for(timeout=WAIT_MS)
+        assert "hit on 4 of 6 pages" in page.locator(".verdict").inner_text()
+        stored, given = (tokenizer.encode(letter).ids[0] for letter in "tc")
+        assert page.locator("#why-answer li").last.inner_text() == (
+            f"Token 16 is {given} (c); the closest stored chain has {stored} (t) there."
+        )
+        page.get_by_label("Prompt as").select_option("tokens")
+        page.get_by_role("button", name="Explain").click()
+        page.locator("#why-answer .notice").wait_for(timeout=WAIT_MS)
+        assert "not a token id" in page.locator("#why-answer .notice").inner_text()
+        assert not [said for said in tab.complaints if "400" not in said]
+        tab.close()
 
 
 def test_everything_can_be_reached_and_read_without_a_pointer(desk: Tab) -> None:

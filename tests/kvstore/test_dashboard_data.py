@@ -6,7 +6,9 @@ from http import HTTPStatus
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from known_pages import PAGE_TOKENS, SPEC, load, prompt, save
 
 from kvstore import Store
@@ -19,6 +21,7 @@ from kvstore.identity import Identity, LocalAuthorizer, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 def reading(time_s: float) -> Reading:
@@ -137,6 +140,34 @@ def test_explain_takes_ids_in_either_form_and_refuses_the_rest(store: Store) -> 
     ):
         with pytest.raises(InvalidRequest):
             data.explain({**asked, **where}, OPERATOR)
+
+
+def test_a_text_is_made_tokens_and_explained_with_words(store: Store, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="texts are made tokens by it")
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    common, ids = "A bicycle shop: ", tokenizer.encode("A bicycle shop: tyres!!!").ids
+    save(store.session(SPEC, tenant="acme"), np.array(ids, np.int32))
+    data = DashboardData(store, dict, tmp_path / "tokenizer.json")
+    where = {"tenant": "acme", "namespace": SPEC.namespace.hex()}
+    assert data.state(OPERATOR)["has_tokenizer"]
+    whole = data.explain({"text": "A bicycle shop: tyres!!!", **where}, OPERATOR)
+    assert (whole["prompt_tokens"], whole["matched_pages"]) == (24, 6)
+    other = data.explain({"text": common + "chains!!", **where}, OPERATOR)
+    assert other["matched_tokens"] == other["differs_at"] == len(common)
+    assert other["words"] == ["c", "t"]
+    assert (other["prompt_token"], other["stored_token"]) == tuple(tokenizer.encode("ct").ids)
+    umlaut = data.explain({"text": "\u00fc", **where}, OPERATOR)
+    assert umlaut["prompt_tokens"] == 2, "bytes, not letters"
+
+
+def test_without_a_tokenizer_a_text_gets_a_sentence_with_a_way_out(store: Store) -> None:
+    save(store.session(SPEC), prompt(0, 1))
+    data = data_of(store)
+    assert not data.state(OPERATOR)["has_tokenizer"]
+    for asked in ({"text": "A bicycle shop"}, {"tokens": "A bicycle shop"}):
+        with pytest.raises(InvalidRequest, match="needs a server with --dashboard-tokenizer"):
+            data.explain(asked, OPERATOR)
 
 
 def test_only_this_host_can_be_listened_at_and_the_refusal_says_how_from_elsewhere() -> None:
