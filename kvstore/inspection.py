@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SORTS = ("size", "age", "idle", "hits", "host", "disk")
 TIERS_LISTED = {"host": HOST, "disk": DISK}
-CHAINS_A_HOLD = 64  # walked page by page
+CHAINS_A_HOLD = 16  # walked page by page
 FOUND_MAX = 20  # chains that one beginning of an id may name
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     Test: TypeAlias = Callable[[NDArray[np.int32]], NDArray[np.bool_]]
 
+ROWS_COPIED = 4096  # in one hold of the lock: all columns of them
 _FREE, _LEASED, _PINNED = range(3)
 
 
@@ -129,7 +130,7 @@ def _named(state: StoreState, selection: Selection) -> Pages:
         begins = np.ones(len(mine), np.bool_) if tops is None else _are(state, mine, *tops)
         copies.add(state, mine, begins, fits(mine))
 
-    each_page(state, look)
+    each_page(state, look, rows=ROWS_COPIED)
     pages = copies.pages()
     if tops is not None:
         pages = pages.only(_with_all_below(pages, pages.begins))
@@ -301,7 +302,8 @@ def _are(
     """Which of the live pages are among some, by ascending id. The lock is held."""
     places = np.searchsorted(ids, live).clip(max=len(ids) - 1)
     same: NDArray[np.bool_] = ids[places] == live
-    return same & (sequences[places] == state.index.table.sequence[live])
+    same &= sequences[places] == state.index.table.sequence[live]
+    return same
 
 
 def _held(state: StoreState, pages: Pages, include_pinned: bool) -> NDArray[np.uint8]:

@@ -31,6 +31,7 @@ def each_page(
     state: StoreState,
     look: Callable[[NDArray[np.int32]], None],
     then: Callable[[], None] = _nothing,
+    rows: int = ROWS_A_HOLD,
 ) -> None:
     """Look at all live pages, by ascending id; `then` follows each piece, without the lock."""
     table, at, there = state.index.table, 0, 1
@@ -38,10 +39,10 @@ def each_page(
         with state.lock:
             state.require_open()
             there = table.rows
-            live = np.flatnonzero(table.node[at : min(at + ROWS_A_HOLD, there)] >= 0) + at
+            live = np.flatnonzero(table.node[at : min(at + rows, there)] >= 0) + at
             look(live.astype(np.int32))
         then()
-        at += ROWS_A_HOLD
+        at += rows
         if at < there:
             state.breathe()
 
