@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.errors import InvalidRequest
-from kvstore.simulation_writes import replay_writes
+from kvstore.simulation_tiers import replay_writes
 from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.policies import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.simulation_writes import Writes
+    from kvstore.simulation_tiers import Writes
     from kvstore.trace import Trace
 
 WRITE_POLICIES = ("through", "back", "selective")

@@ -11,29 +11,39 @@ from small_trace import records, small_trace, trace_of
 from typer.testing import CliRunner
 
 from kvstore.cli import app
+from kvstore.cli_writes import WRITE_POLICIES
 from kvstore.prefix_index.page_table import HOST
 from kvstore.simulation import replay
 from kvstore.simulation_tiers import TieredReplay, replay_tiers
+from kvstore.tiers.admission import ADMISSIONS
+from kvstore.tiers.eviction import LruPolicy
 from kvstore.tiers.policies import CANDIDATES, POLICIES, make_policy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40),
     st.integers(1, 8),
     st.integers(1, 14),
     st.sampled_from(POLICIES),
     st.sampled_from([None, *CANDIDATES]),
+    st.sampled_from(WRITE_POLICIES),
+    st.sampled_from(ADMISSIONS),
 )
-def test_both_tiers_hold_whole_chains_within_their_sizes(paths, memory, disk, name, other):
+def test_both_tiers_hold_whole_chains_within_their_sizes(
+    paths, memory, disk, name, other, way, admission
+):
     trace = trace_of(paths)
     run = TieredReplay(
         trace,
         make_policy(name, disk),
         memory,
         disk,
-        make_policy(other, memory) if other else None,
+        host_policy=make_policy(other, memory) if other else None,
+        write_policy=way,
+        admission=admission,
     )
+    hits = 0
     for request in range(trace.requests):
         before = {tier: tree.resident.copy() for tier, tree in run.trees.items()}
         path = trace.blocks[trace.starts[request] : trace.starts[request + 1]].tolist()
@@ -42,11 +52,14 @@ def test_both_tiers_hold_whole_chains_within_their_sizes(paths, memory, disk, na
             for tier, here in before.items()
         }
         assert run.step(request) == (max(depth.values()), depth[HOST])
+        hits += max(depth.values())
         run.check()
         if memory >= len(path):
             assert run.trees[HOST].hit(trace.blocks[trace.starts[request] :][: len(path)]) == len(
                 path
             )
+    ceiling = replay(trace, LruPolicy(), trace.unique + 1).hit_blocks
+    assert run.hits_disk <= run.hits == hits <= ceiling
 
 
 @pytest.mark.parametrize("name", ["lru", "gdsf"])

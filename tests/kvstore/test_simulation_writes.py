@@ -1,4 +1,4 @@
-"""Memory and a disk on virtual time: bounds that must hold, the real store, and the command."""
+"""What is written to disk, on virtual time: bounds that must hold, the real store, the command."""
 
 from __future__ import annotations
 
@@ -6,40 +6,17 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from small_trace import records, small_trace, trace_of
+from small_trace import records, small_trace
 from typer.testing import CliRunner
 
 from kvstore.cli import app
-from kvstore.cli_writes import WRITE_POLICIES
 from kvstore.errors import InvalidRequest
 from kvstore.simulation import replay
-from kvstore.simulation_writes import WritesReplay, replay_writes
+from kvstore.simulation_tiers import replay_writes
 from kvstore.spec import CacheSpec
 from kvstore.store import Store
 from kvstore.tiers.admission import ADMISSIONS
 from kvstore.tiers.eviction import LruPolicy
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40),
-    st.integers(1, 12),
-    st.integers(1, 20),
-    st.sampled_from(WRITE_POLICIES),
-    st.sampled_from(ADMISSIONS),
-)
-def test_both_tiers_hold_whole_chains_within_their_sizes(paths, memory, disk, way, admission):
-    trace = trace_of(paths)
-    run = WritesReplay(trace, LruPolicy(), memory, disk, write_policy=way, admission=admission)
-    for request in range(trace.requests):
-        run.step(request)
-        for tree, size in zip(run.trees, (memory, disk), strict=True):
-            tree.check()
-            assert tree.used <= size
-    ceiling = replay(trace, LruPolicy(), trace.unique + 1).hit_blocks
-    assert run.hits_disk <= run.hits <= ceiling
 
 
 def test_a_disk_for_everything_hits_everything_and_writes_each_block_once():
