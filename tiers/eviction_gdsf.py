@@ -31,6 +31,7 @@ class GdsfPolicy(Policy):
     def __init__(self, capacity_pages: int, cost: PageCost | None = None) -> None:
         self._cost_of = cost or PageCost()
         self._age = 0.0
+        self._began = 0.0  # when it was told something first
         self._uses = np.zeros(PAGES_FIRST, np.uint8)
         self._cost = np.ones(PAGES_FIRST)
         self._worth = np.full(PAGES_FIRST, SCORE_MIN)
@@ -50,13 +51,13 @@ class GdsfPolicy(Policy):
         self._make_room(pages)
         self._uses[pages] = uses = 1 if run.uses is None else run.uses
         self._cost[pages] = self._cost_of.of(run)
-        self._worth[pages] = self._age + uses * self._cost[pages] + _BY_RECENCY * last
+        self._worth[pages] = self._age + uses * self._cost[pages] + self._recency(last)
 
     def touch(self, pages: Ids, now: float) -> None:
         uses = self._uses[pages]
         uses += uses < 255
         self._uses[pages] = uses
-        self._worth[pages] = self._age + uses * self._cost[pages] + _BY_RECENCY * now
+        self._worth[pages] = self._age + uses * self._cost[pages] + self._recency(now)
 
     def scores(self, pages: Ids, now: float, tier: int = 0) -> Scores:
         found: Scores = np.maximum(self._worth[pages], SCORE_MIN)
@@ -71,6 +72,12 @@ class GdsfPolicy(Policy):
 
     def study(self, now: float) -> Study | None:
         return None
+
+    def _recency(self, last: Scores | float) -> Scores | float:
+        """Far less than any use is worth, also where clocks began long ago."""
+        if not self._began:
+            self._began = float(np.max(last))
+        return _BY_RECENCY * (last - self._began)
 
     def _make_room(self, pages: Ids) -> None:
         if len(pages) and int(pages.max()) < len(self._uses):

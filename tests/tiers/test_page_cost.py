@@ -54,6 +54,15 @@ def test_of_two_pages_alike_the_one_that_saves_less_for_its_bytes_leaves_first(n
     assert deep > 2 * large
 
 
+def test_a_clock_that_began_long_ago_adds_nothing_to_what_gdsf_holds_a_page_for_worth():
+    policy, now = make_policy("gdsf", 64), 1e9  # as in a store, whose clock is far from 0
+    pages = np.arange(2, dtype=np.int32)
+    policy.insert(pages, pages.astype(np.uint64), run(2), now)
+    policy.touch(pages[:1], now + 60)
+    often, once = policy.scores(pages, now + 60)
+    assert often == pytest.approx(2 * once, rel=1e-6)
+
+
 def test_an_unknown_objective_is_refused_by_name():
     with pytest.raises(ValueError, match="hits, ttft, compute"):
         PageCost("speed")
