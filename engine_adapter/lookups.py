@@ -186,6 +186,18 @@ class Lookups:
         if session is not None:
             self._save_crew.do(lambda: session.end_conversation(name))
 
+    def prefilled(self, tokens: int, before: int, seconds: float) -> None:
+        """An engine computed a prompt: for what its pages are worth. Waits for nobody."""
+        session = self._session
+        if session is not None and seconds > 0:
+            session.report_prefill(int(tokens), int(before), seconds)
+
+    def saved(self, seconds: float) -> None:
+        """So much prefill was not needed: for the metrics. Waits for nobody."""
+        session = self._session
+        if session is not None:
+            session.report_saved(seconds)
+
     def held(self) -> dict[str, int]:
         """What is not given back yet."""
         return {"tickets": len(self._tickets), "reservations": len(self._rooms)}

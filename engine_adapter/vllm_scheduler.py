@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvstore.connect import connect
-from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
+from kvstore.engine_adapter.load_choice import PREFILL_TOKENS_MIN, LoadChoice, LoadMode
 from kvstore.engine_adapter.load_planner import (
     LOST_LEASE,
     TOO_SLOW_DISK,
@@ -236,6 +236,9 @@ class VllmScheduler:
             well=status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"),
             now=time.monotonic(),
         )
+        saved_s = self.choice.recompute_s(reuse.tokens)
+        if saved_s:
+            self.lookups.saved(saved_s)
         if reuse.reason in TROUBLE and self._epoch:
             self._warn(f"a prompt was computed that is stored: {reuse.reason}")
         answer = {
@@ -463,6 +466,8 @@ class VllmScheduler:
                 del self._prefills[name]
                 if request is not None:
                     self.choice.prefilled(tokens, now - begin_s)
+                    if tokens >= PREFILL_TOKENS_MIN:
+                        self.lookups.prefilled(tokens, length - tokens, now - begin_s)
 
     def _add(self, **amounts: float) -> None:
         for name, amount in amounts.items():

@@ -111,6 +111,10 @@ class SessionLike(Protocol):
     def report_saved(self, prefill_s: float) -> None:
         """For the metrics: how much prefill the last match saved, as the engine measures it."""
 
+    def report_prefill(self, tokens: int, before: int, seconds: float) -> None:
+        """Computing `tokens` of a prompt that follow `before` others took so long: pages that this
+        session commits are weighed by it where the store's objective is "compute"."""
+
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
 

@@ -42,14 +42,20 @@ class OpenReply(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., server_version: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., attach_path: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., heartbeat_s: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("session", "boot_epoch", "prefill_saved_s")
+    __slots__ = ("session", "boot_epoch", "prefill_saved_s", "prefill_tokens", "prefill_positions", "prefill_s")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     boot_epoch: int
     prefill_saved_s: float
-    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., prefill_saved_s: _Optional[float] = ...) -> None: ...
+    prefill_tokens: float
+    prefill_positions: float
+    prefill_s: float
+    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., prefill_saved_s: _Optional[float] = ..., prefill_tokens: _Optional[float] = ..., prefill_positions: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("session", "count")

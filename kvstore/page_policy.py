@@ -75,8 +75,10 @@ class PagePolicy:
         page_tokens: int,
         payload_bytes: int,
         now: float,
+        token_s: float = 0.0,
     ) -> None:
-        run = Run.of(ids, parent, depth, page_tokens, payload_bytes)
+        pace_s = token_s if self._objective == "compute" else 0.0
+        run = Run.of(ids, parent, depth, page_tokens, payload_bytes, pace_s)
         self._policy.insert(ids, keys, run, now + EPOCH_S)
 
     def touched(self, ids: Ids, now: float) -> None:

@@ -109,6 +109,10 @@ class QuantizedSession:
         """For the metrics: how much prefill the last match saved, as the engine measures it."""
         self._session.report_saved(prefill_s)
 
+    def report_prefill(self, tokens: int, before: int, seconds: float) -> None:
+        """Computing `tokens` of a prompt that follow `before` others took so long."""
+        self._session.report_prefill(tokens, before, seconds)
+
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
         return self._session.flush(deadline_s)

@@ -22,6 +22,7 @@ from kvstore._version import __version__
 from kvstore.client_channel import CallFailed, Failure, with_tokens
 from kvstore.client_link import UNREACHABLE
 from kvstore.live_session import LiveSession
+from kvstore.prefill import Prefill
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.remote_hints import PIN_DEADLINE_S, PromptPart, RemoteHints, extras_message
 from kvstore.remote_match import RemoteMatch
@@ -81,6 +82,7 @@ class RemoteSession(RemoteHints):
         self._shared_memory = link.config.shared_memory and link.address.socket is not None
         self._fork_seen = False
         self._saved_s = 0.0  # for the next heartbeat; one that is lost costs a number in a metric
+        self._prefill = Prefill()  # the same
         self._keeper = threading.Thread(
             target=self._keep, name=f"kvstore-keeper-{next(_numbers)}", daemon=True
         )
@@ -175,6 +177,11 @@ class RemoteSession(RemoteHints):
     def report_saved(self, prefill_s: float) -> None:
         """For the metrics: how much prefill the last match saved; goes with the next heartbeat."""
         self._saved_s += checked_deadline(prefill_s)
+
+    def report_prefill(self, tokens: int, before: int, seconds: float) -> None:
+        """Computing `tokens` of a prompt that follow `before` others took so long: see Session. It
+        goes with the next heartbeat."""
+        self._prefill += Prefill.of(tokens, before, seconds)
 
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""
@@ -431,7 +438,15 @@ class RemoteSession(RemoteHints):
         """Sent to the server, from a thread of gRPC's."""
         while not live.over.is_set():
             saved_s, self._saved_s = self._saved_s, 0.0
-            yield pb.Beat(session=live.id, boot_epoch=live.boot_epoch, prefill_saved_s=saved_s)
+            took, self._prefill = self._prefill, Prefill()
+            yield pb.Beat(
+                session=live.id,
+                boot_epoch=live.boot_epoch,
+                prefill_saved_s=saved_s,
+                prefill_tokens=took.tokens,
+                prefill_positions=took.positions,
+                prefill_s=took.seconds,
+            )
             troubled = self._link.breaker.is_open
             live.wake.wait(BEAT_S_TROUBLED if troubled else live.beat_s)
             live.wake.clear()

@@ -242,6 +242,7 @@ class Reservation:
             checksums,
             state.clock(),
             self._session.writer_id,
+            self._session.prefill.token_s,
         )
         state.index.set_tier(pages, HOST, np.array(slots, dtype=np.int64))
         state.index.table.created[pages] = int(state.wall_clock())

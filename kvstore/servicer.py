@@ -33,6 +33,7 @@ from kvstore.kvstore_pb2 import (
     UnpinReply,
     WritePagesHeader,
 )
+from kvstore.prefill import Prefill
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.rpc_guard import Refused
 from kvstore.server_session import UnknownHandle
@@ -151,6 +152,9 @@ class Servicer:
                 sessions.add(found)
                 if 0 < beat.prefill_saved_s < SAVED_S_MAX:
                     found.session.report_saved(beat.prefill_saved_s)
+                if beat.prefill_s:
+                    took = Prefill(beat.prefill_tokens, beat.prefill_positions, beat.prefill_s)
+                    found.session.add_prefill(took)
                 yield Beat(session=beat.session, boot_epoch=self._boot_epoch)
                 over = self._draining or time.monotonic() > until
                 if over:

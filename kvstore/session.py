@@ -15,6 +15,7 @@ from kvstore.errors import ClosedError
 from kvstore.hints import Hints, checked_conversation, end_conversation, hint_stored
 from kvstore.identity import PUBLIC_TENANT
 from kvstore.lease import Match
+from kvstore.prefill import Prefill, PrefillRate
 from kvstore.prefix_index.page_key import TOKEN_BYTES, page_keys
 from kvstore.prefix_index.page_table import rows_of
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
@@ -81,6 +82,7 @@ class Session:
         self._held: set[Match | Reservation] = set()
         self._runs: dict[bytes, Reservation] = {}  # open ones by the key of their first page
         self._closed = False
+        self.prefill = PrefillRate(state.config.even_tokens)
         with state.lock:
             self.writer_id = state.writer_id(writer)
             self.traffic = state.meters.of(self.tenant, writer)
@@ -216,6 +218,16 @@ class Session:
         saved_s = checked_deadline(prefill_s)
         with self.state.lock:
             self.traffic.prefill_saved_s += saved_s
+
+    def report_prefill(self, tokens: int, before: int, seconds: float) -> None:
+        """Computing `tokens` of a prompt that follow `before` others took so long: pages that this
+        session commits are weighed by it where the store's objective is "compute"."""
+        self.add_prefill(Prefill.of(tokens, before, seconds))
+
+    def add_prefill(self, more: Prefill) -> None:
+        """The same of several prompts; nonsense is left out."""
+        with self.state.lock:
+            self.prefill.add(more)
 
     def flush(self, deadline_s: float = 10.0) -> bool:
         """Wait until all that was committed is on disk; False when `deadline_s` passed first."""

@@ -51,6 +51,7 @@ class PageUses(Protocol):
         page_tokens: int,
         payload_bytes: int,
         now: float,
+        token_s: float,
     ) -> None:
         """A run of one chain, first page first; `keys` are the first halves of page keys."""
 
@@ -240,11 +241,13 @@ class PrefixIndex:
         checksums: npt.NDArray[np.uint64],
         now: float,
         writer_id: int = 0,
+        token_s: float = 0.0,
     ) -> Ids:
         """Add a run of new pages under `parent` (NO_PAGE: the root); returns their ids.
 
         `extras` is by offset from the first new page. `keys` are 16 bytes a page, `checksums` of
         shape (n, 2). The pages are in no tier until set_tier, which must follow in the same step.
+        `token_s` is for who wants to know of pages: seconds that computing a token took, or 0.
         Raises ValueError, and changes nothing, if the first page is there already or the parent
         is not a live page of this root.
         """
@@ -278,7 +281,7 @@ class PrefixIndex:
         tree.insert(parent, tokens, ids, first_extras)
         if self.policy is not None:
             self.policy.inserted(
-                ids, table.key[ids, 0], parent, depth, page_tokens, payload_bytes, now
+                ids, table.key[ids, 0], parent, depth, page_tokens, payload_bytes, now, token_s
             )
         return ids
 

@@ -36,16 +36,25 @@ class Run:
     page_tokens: int
     tokens: int  # of all that came in one piece; more than the pages have, of a sample
     page_bytes: int = 0  # of a page's payload; 0: nobody knows, all are alike
+    # Of prefill, a token at the beginning of a prompt, as its engine measured; 0: it did not.
+    token_s: float = 0.0
     # How often each was used, where pages are told that somebody else has watched so far.
     uses: npt.NDArray[np.uint8] | None = None
 
     @staticmethod
-    def of(pages: Ids, parent: int, depth: int, page_tokens: int, page_bytes: int = 0) -> Run:
+    def of(
+        pages: Ids,
+        parent: int,
+        depth: int,
+        page_tokens: int,
+        page_bytes: int = 0,
+        token_s: float = 0.0,
+    ) -> Run:
         """Of pages that follow one another, the first `depth` pages deep."""
         depths = np.arange(depth, depth + len(pages), dtype=np.int32)
         parents = np.empty(len(pages), np.int32)
         parents[:1], parents[1:] = parent, pages[:-1]
-        return Run(depths, parents, page_tokens, len(pages) * page_tokens, page_bytes)
+        return Run(depths, parents, page_tokens, len(pages) * page_tokens, page_bytes, token_s)
 
 
 class Study(Protocol):

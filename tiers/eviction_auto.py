@@ -84,7 +84,8 @@ class AutoPolicy(Policy):
         self._open: dict[
             int, int
         ] = {}  # a page that a noted chain ended in: the place of its event
-        self._kinds: dict[tuple[int, int], int] = {}  # tokens and bytes of a page: their number
+        # Tokens, bytes and seconds a token of a page: their number.
+        self._kinds: dict[tuple[int, int, float], int] = {}
         self._uses = np.zeros(PAGES_FIRST, np.uint8)  # 0: no page in this row
         self._last = np.zeros(PAGES_FIRST)
         self._hash = np.zeros(PAGES_FIRST, np.uint64)
@@ -170,7 +171,8 @@ class AutoPolicy(Policy):
         self._sampled[pages] = in_sample(hashes, self._bits)
         self._depth[pages] = run.depths
         self._parent[pages] = run.parents
-        kind = self._kinds.setdefault((run.page_tokens, run.page_bytes), len(self._kinds))
+        about = (run.page_tokens, run.page_bytes, run.token_s)
+        kind = self._kinds.setdefault(about, len(self._kinds))
         self._kind[pages] = min(kind, KINDS_MAX)
         self._live += len(pages)
 
@@ -181,13 +183,13 @@ class AutoPolicy(Policy):
             self._asked += len(pages)
             self._hot += int(hot.sum())
             return
-        tokens, size = self._kind_of(int(self._kind[pages[0]]))
-        run = Run(self._depth[pages], self._parent[pages], tokens, 0, size)
+        tokens, size, token_s = self._kind_of(int(self._kind[pages[0]]))
+        run = Run(self._depth[pages], self._parent[pages], tokens, 0, size, token_s)
         worth = self._cost.of(run)
         self._asked += float(worth.sum())
         self._hot += float(worth[hot].sum())
 
-    def _kind_of(self, number: int) -> tuple[int, int]:
+    def _kind_of(self, number: int) -> tuple[int, int, float]:
         return list(self._kinds)[number]
 
     def _note(self, pages: Ids, now: float, place: int | None) -> None:
@@ -213,9 +215,9 @@ class AutoPolicy(Policy):
             )
         else:
             above = _NO_KEYS if place == -1 else self._above(int(self._parent[pages[0]]))
-            tokens, size = self._kind_of(int(self._kind[last]))
+            tokens, size, token_s = self._kind_of(int(self._kind[last]))
             place = len(self._events)
-            self._events.append(Asked(now, above, keys, depths, end, tokens, size, hot))
+            self._events.append(Asked(now, above, keys, depths, end, tokens, size, hot, token_s))
         self._open[last] = place
 
     def _above(self, page: int) -> Keys:
@@ -258,11 +260,12 @@ class AutoPolicy(Policy):
     def _tell(self, pages: Ids) -> None:
         """Let the next policy know pages that it does not know yet."""
         assert self._next is not None
-        for number, (tokens, size) in enumerate(self._kinds):
+        for number, (tokens, size, token_s) in enumerate(self._kinds):
             mine = pages[self._kind[pages] == number]
             if len(mine):
                 uses = self._uses[mine]
-                run = Run(self._depth[mine], self._parent[mine], tokens, tokens, size, uses)
+                depths, parents = self._depth[mine], self._parent[mine]
+                run = Run(depths, parents, tokens, tokens, size, token_s, uses)
                 self._next.restore(mine, self._hash[mine], run, self._last[mine])
                 self._known[mine] = True
 

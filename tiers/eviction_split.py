@@ -18,7 +18,7 @@ from kvstore.tiers.eviction import PAGES_FIRST, Policy, Run, Study, grown
 if TYPE_CHECKING:
     from kvstore.tiers.eviction import Ids, Keys, Scores
 
-COLUMNS = ("_here", "_depth", "_parent", "_tokens", "_bytes")
+COLUMNS = ("_here", "_depth", "_parent", "_kind")
 
 
 class SplitPolicy(Policy):
@@ -34,8 +34,9 @@ class SplitPolicy(Policy):
         self._here = np.zeros(PAGES_FIRST, bool)  # in memory
         self._depth = np.zeros(PAGES_FIRST, np.int32)
         self._parent = np.zeros(PAGES_FIRST, np.int32)
-        self._tokens = np.zeros(PAGES_FIRST, np.int32)
-        self._bytes = np.zeros(PAGES_FIRST, np.int64)
+        self._kind = np.zeros(PAGES_FIRST, np.int32)
+        # Tokens, bytes and seconds a token of a page: their number.
+        self._kinds: dict[tuple[int, int, float], int] = {}
 
     def insert(self, pages: Ids, keys: Keys, run: Run, now: float) -> None:
         self.store.insert(pages, keys, run, now)
@@ -47,13 +48,13 @@ class SplitPolicy(Policy):
 
     def entered(self, pages: Ids, keys: Keys, now: float) -> None:
         """Pages that were inserted or restored are in memory from now on."""
-        kinds = self._tokens[pages].astype(np.int64) << 32 | self._bytes[pages]
+        kinds, known = self._kind[pages], list(self._kinds)
         for kind in np.unique(kinds).tolist():
             mine = kinds == kind
-            chosen, tokens = pages[mine], int(kind >> 32)
+            chosen, (tokens, size, token_s) = pages[mine], known[kind]
             whole = tokens * len(chosen)
             depths, parents = self._depth[chosen], self._parent[chosen]
-            run = Run(depths, parents, tokens, whole, int(self._bytes[chosen[0]]))
+            run = Run(depths, parents, tokens, whole, size, token_s)
             self.host.insert(chosen, keys[mine], run, now)
         self._here[pages] = True
 
@@ -91,7 +92,8 @@ class SplitPolicy(Policy):
             for name in COLUMNS:
                 setattr(self, name, grown(getattr(self, name), pages))
         self._depth[pages], self._parent[pages] = run.depths, run.parents
-        self._tokens[pages], self._bytes[pages] = run.page_tokens, run.page_bytes
+        about = (run.page_tokens, run.page_bytes, run.token_s)
+        self._kind[pages] = self._kinds.setdefault(about, len(self._kinds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """What keeping a page saves for each byte that it takes: the objectives of policies.
 
 Prefill of a token costs 1 + position / even_tokens: at that position attention costs as much as
-all the rest of the model. `hits` counts tokens alike; `compute` counts that work; `ttft` a page's
-part of the work of the prompt that it came with, so that the mean prompt waits less, be it long or
-short. Worth is over bytes, where pages of a store have different sizes. It has no unit: a token at
-the beginning of a prompt, in pages as the first that came, is worth 1.
+all the rest of the model. `hits` counts tokens alike; `compute` counts that work, in seconds where
+engines measured what a token takes; `ttft` a page's part of the work of the prompt that it came
+with, so that the mean prompt waits less, be it long or short. Worth is over bytes, where pages of a
+store have different sizes. It has no unit: a token at the beginning of a prompt, in pages as the
+first that came, of an engine as the first that measured, is worth 1.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class PageCost:
         self.objective = objective
         self._even = even_tokens
         self._bytes_per_token = 0.0  # of the first page whose size was told
+        self._token_s = 0.0  # of the first page whose engine measured it
 
     def weighs(self, run: Run) -> bool:
         """Whether these pages can be worth something else than 1."""
@@ -45,7 +47,7 @@ class PageCost:
             return np.full(len(run.depths), density)
         work = self.work(run.depths, run.page_tokens)
         if self.objective == "compute":
-            return density * work
+            return density * work * self._pace(run)
         end = int(run.depths[-1]) + 1 if len(run.depths) else 0
         whole = self.work_until(end * run.page_tokens)
         return density * work * (TTFT_TOKENS / max(whole, 1.0))
@@ -67,3 +69,10 @@ class PageCost:
         bytes_per_token = run.page_bytes / run.page_tokens
         self._bytes_per_token = self._bytes_per_token or bytes_per_token
         return self._bytes_per_token / bytes_per_token
+
+    def _pace(self, run: Run) -> float:
+        """Seconds of a token, over those of the first page; alike where nobody measured."""
+        if not run.token_s:
+            return 1.0
+        self._token_s = self._token_s or run.token_s
+        return run.token_s / self._token_s

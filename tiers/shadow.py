@@ -46,6 +46,7 @@ class Asked:
     page_tokens: int
     page_bytes: int
     hot: npt.NDArray[np.bool_]  # asked for so often that somebody else counts them
+    token_s: float = 0.0  # as a Run's
 
     def part(self, bits: int, left_out: set[int]) -> Asked:
         """Those that a smaller sample has."""
@@ -62,6 +63,7 @@ class Asked:
             self.page_tokens,
             self.page_bytes,
             self.hot[mine],
+            self.token_s,
         )
 
 
@@ -106,7 +108,8 @@ class Shadow:
             tokens = (asked.end_depth - (first + before) // 2) * asked.page_tokens
             depths = asked.depths[hit : hit + len(run)]
             parents = np.concatenate([[parent], run[:-1]]).astype(np.int32)
-            come = Run(depths, parents, asked.page_tokens, tokens, asked.page_bytes)
+            size, token_s = asked.page_bytes, asked.token_s
+            come = Run(depths, parents, asked.page_tokens, tokens, size, token_s)
             policy.insert(run, keys[run], come, now)
             tree.add(run, parent)
         return gone, run.tolist()

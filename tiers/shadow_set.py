@@ -149,8 +149,8 @@ class ShadowSet:
     def _worth(self, asked: Asked) -> Scores:
         parents = np.zeros(len(asked.keys), np.int32)
         tokens = asked.end_depth * asked.page_tokens
-        run = Run(asked.depths, parents, asked.page_tokens, tokens, asked.page_bytes)
-        return self._cost.of(run)
+        size, token_s = asked.page_bytes, asked.token_s
+        return self._cost.of(Run(asked.depths, parents, asked.page_tokens, tokens, size, token_s))
 
     def _fit(self, pages: float, now: float) -> None:
         """Make the samples so small that the present size is within bounds."""

@@ -125,6 +125,48 @@ def test_what_one_engine_computed_another_loads_byte_for_byte(engines: Any) -> N
     assert told["kvstore"]["reused_tokens"] == 2 * PAGE
 
 
+class Listening:
+    """A session, and what it is told of prefill."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.prefill: list[tuple[int, int, float]] = []
+        self.saved: list[float] = []
+
+    def report_prefill(self, tokens: int, before: int, seconds: float) -> None:
+        self.prefill.append((tokens, before, seconds))
+        self._session.report_prefill(tokens, before, seconds)
+
+    def report_saved(self, seconds: float) -> None:
+        self.saved.append(seconds)
+        self._session.report_saved(seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def test_the_store_is_told_how_long_prompts_took_and_what_hits_saved(engines: Any) -> None:
+    engine = attached(engines("told", blocks=400))
+    scheduler = engine.scheduler._scheduler
+    listening = Listening(scheduler.lookups._session)
+    scheduler.lookups.use(listening)
+    prompt = list(range(100))
+    for times in (1, 2):
+        request = make_request(prompt)
+        engine.scheduler.on_new_request(request)
+        external, _ = engine.match(request)
+        assert external == (0 if times == 1 else 6 * PAGE)
+        engine.compute(request, list(range(1 + 13 * (times - 1), 14 * times)), external=external)
+        request.num_tokens += 1  # its first token
+        engine.scheduler.request_finished(request, [])
+        engine.idle()
+    ((tokens, before, seconds),) = listening.prefill  # the second computed too little to say
+    assert (tokens, before) == (100, 0)
+    assert seconds > 0
+    rate = scheduler.choice.prefill_tokens_a_second
+    assert listening.saved == [pytest.approx(6 * PAGE / rate)]
+
+
 @pytest.mark.parametrize(
     ("mode", "metadata", "by_layer"),
     [

@@ -209,6 +209,7 @@ def test_a_session_is_a_session(tmp_path: Path) -> None:
                 with pytest.raises(TypeError, match="read-only"):
                     hit.views(0, 1)[0][0] = 1
             session.report_saved(0.1)
+            session.report_prefill(2000, 0, 1.0)
         assert {(chain.tenant, chain.writer) for chain in store.chains()[0]} == {("acme", "w")}
         assert not store.state.index.leases
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,17 @@ def test_a_page_of_twice_the_bytes_for_the_same_tokens_is_worth_half(objective):
     cost = PageCost(objective)
     one, two = cost.of(run(size=4096)), cost.of(run(size=8192))
     assert two[0] == pytest.approx(one[0] / 2)
+
+
+def test_compute_is_in_seconds_where_they_were_measured_and_alike_where_not():
+    cost = PageCost("compute")
+    first, slower = (cost.of(replace(run(3), token_s=each)) for each in (0.001, 0.004))
+    assert slower.tolist() == pytest.approx((4 * first).tolist())
+    assert first.tolist() == cost.of(run(3)).tolist() == PageCost("compute").of(run(3)).tolist()
+    for objective in ("hits", "ttft"):
+        cost = PageCost(objective)
+        alike = [cost.of(replace(run(3), token_s=each)).tolist() for each in (0.001, 0.004)]
+        assert alike[0] == alike[1]
 
 
 @pytest.mark.parametrize("name", ["gdsf", "csl"])

@@ -9,6 +9,7 @@ from kvstore.tiers.eviction import LruPolicy, Run
 from kvstore.tiers.eviction_csl import CslPolicy
 from kvstore.tiers.eviction_gdsf import GdsfPolicy
 from kvstore.tiers.eviction_split import SplitPolicy
+from kvstore.tiers.page_cost import PageCost
 
 MEMORY, DISK = 0, 1
 PAGES = np.arange(4, dtype=np.int32)
@@ -52,6 +53,16 @@ def test_pages_of_two_sizes_may_enter_in_one_piece():
     made.entered(np.concatenate([PAGES, other]), np.concatenate([KEYS, keys]), 12.0)
     worth = made.scores(np.array([0, 4], np.int32), 13.0, MEMORY)
     assert worth[0] > 2 * worth[1]  # used twice, and half as large
+
+
+def test_pages_of_a_slow_engine_and_a_fast_one_may_enter_in_one_piece():
+    made = SplitPolicy(GdsfPolicy(64, PageCost("compute")), LruPolicy(), MEMORY)
+    for pages, token_s in ((PAGES[:2], 0.001), (PAGES[2:], 0.008)):
+        run = Run.of(pages, -1, 0, 16, 4096, token_s)
+        made.insert(pages, KEYS[pages], run, 10.0)
+    made.entered(PAGES, KEYS, 10.0)
+    worth = made.scores(PAGES, 13.0, MEMORY)
+    assert worth[2] == pytest.approx(8 * worth[0])
 
 
 def test_what_left_by_choice_ages_the_policy_of_that_tier_alone():
