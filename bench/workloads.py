@@ -3,7 +3,8 @@
 No public trace of agent sessions can be had here, so these stand in for one. An agent's session
 asks again within seconds with all it asked before and some more, does so some dozens of times, and
 then never comes back; hundreds run at once. So what was used often is what is about to be useless,
-which policies that protect what was used often get wrong. Sizes are blocks of 512 tokens.
+which policies that protect what was used often get wrong. `sessions` follows published counts, with
+their tails (agent_sessions.py); shapes vary one thing each. Sizes are blocks of 512 tokens.
 
     python bench/workloads.py agents --seed 1 >trace.jsonl      a trace for kvstore simulate
 """
@@ -17,6 +18,8 @@ import random
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from agent_sessions import sessions
 
 from kvstore.trace import Trace, TraceBuilder
 
@@ -199,6 +202,7 @@ OTHERS: dict[str, Callable[[random.Random, Ids], Iterator[Request]]] = {
     "loop": loop,
     "documents": documents,
     "shift": shift,
+    "sessions": sessions,
 }
 NAMES = (*SHAPES, *OTHERS)
 

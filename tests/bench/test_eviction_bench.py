@@ -79,6 +79,33 @@ def test_csl_holds_on_long_coding_sessions_where_frequency_loses_points(seed):
 
 
 @pytest.mark.slow
+def test_csl_holds_on_sessions_with_the_tails_that_were_published():
+    names = ("lru", "csl", "lfu-da", "slru")
+    chosen = [word for name in names for word in ("--policy", name)]
+    trace = ("--workload", "sessions", "--capacity", "2%,5%,10%,20%")
+    block = json.loads(run_bench("eviction.py", *trace, *chosen, "--json"))["block"]
+    for lru, csl in zip(block["lru"], block["csl"], strict=True):
+        assert csl >= lru - 0.003
+    assert block["lfu-da"][0] < block["lru"][0] - 0.01
+    assert block["slru"][0] < block["lru"][0] - 0.01
+
+
+def test_sessions_are_as_long_and_as_far_apart_as_published():
+    """Steps of a session and tokens appended a step, p50 and p90, against the sources' figures."""
+    code = (
+        "import random, statistics as s, agent_sessions as a; r = random.Random(1); "
+        "print(*[s.quantiles([each.draw(r) for _ in range(4000)], n=10)[at] for each, at in "
+        "((a.STEPS, 4), (a.STEPS, 8), (a.APPENDED_TOKENS, 4), (a.APPENDED_TOKENS, 8))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, check=True
+    )
+    found = [float(each) for each in done.stdout.split()]
+    for value, published in zip(found, (16, 150, 800, 4500), strict=True):
+        assert 0.85 * published < value < 1.15 * published
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["scan", "loop", "documents", "chats"])
 def test_csl_is_at_least_lru_on_scans_loops_and_documents(workload):
     found = json.loads(
