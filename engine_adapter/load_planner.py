@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine_adapter.load_choice import LOOKUP_S_MIN
 from kvstore.engine_adapter.plan_records import Load, LoadPlan, Phase
+from kvstore.engine_adapter.store_refusals import CUT
 from kvstore.engine_adapter.transfer_plan import SKIP_BLOCK, LoadJob, PageLoad
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 ASKS_MAX = 3  # look-ups of one attempt: a lost lease is looked up again
 # While a request waits its turn others store and give leases back: the next in line look again.
-STALE_S, NEXT_IN_LINE = 2.0, 8
+# An answer that was cut by the leases of those before is soon another.
+STALE_S, CUT_STALE_S, NEXT_IN_LINE = 2.0, 0.25, 8
 # Of many look-ups at once only so many are on their way: the time of the others runs when it is
 # their turn. A server that answers none of them ends that by a breaker, at the latest this does.
 ON_THEIR_WAY, IN_LINE_S_MAX = 4, 2.0
@@ -92,6 +94,8 @@ class LoadPlanner:
 
     def found(self, found: Found, now: float) -> None:
         """A look-up was answered."""
+        if found.ticket in self._unanswered and found.reason in CUT:
+            self.counters["lookups_cut"] += 1
         self._unanswered.pop(found.ticket, None)
         state = self.askers.get(found.ticket)
         if state is not None and state.ticket == found.ticket:
@@ -106,7 +110,9 @@ class LoadPlanner:
         )
         for state in islice(waiting, NEXT_IN_LINE):
             found, whole = state.found, state.view.length // self._sizes.page_tokens
-            if found is None or found.staging or now - state.found_s < STALE_S:
+            if found is None or found.staging:
+                continue
+            if now - state.found_s < (CUT_STALE_S if found.reason in CUT else STALE_S):
                 continue
             if found.pages < whole:
                 self.release(state)
@@ -154,6 +160,8 @@ class LoadPlanner:
         state.reason = choice.reason
         if (found.staging or found.late) and not choice.pages:
             state.reason = TOO_SLOW_DISK
+        elif found.reason and local <= state.view.length - self._sizes.page_tokens:
+            state.reason = found.reason
         block = self._sizes.block_tokens
         end = choice.pages * self._sizes.page_tokens
         sync = choice.sync

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.engine_adapter.plan_records import Chain, Committed, Found, Room
@@ -217,7 +218,7 @@ class Lookups:
     def _stale(self, event: StoreEvent) -> StoreEvent:
         self.counters["answers_of_a_lost_server"] += 1
         if isinstance(event, Found):
-            return Found(event.ticket)
+            return Found(event.ticket, reason=UNREACHABLE)
         if isinstance(event, Room):
             self.abort(event.job)
             return Room(event.job, reason=UNREACHABLE)
@@ -234,7 +235,8 @@ class Lookups:
                 disk = match.tiers.count("disk")
                 missing = match.pages - match.host_pages
                 staging = missing > 0 and self._choice.worth_staging(missing)
-                found = Found(ticket, match.pages, match.host_pages, staging, disk)
+                ready, why = match.host_pages, match.reason
+                found = Found(ticket, match.pages, ready, staging, disk, reason=why)
         finally:
             kept = self._keep(ticket, epoch, match)
             self._post(epoch, found)
@@ -264,8 +266,7 @@ class Lookups:
             self._choice.staged(ready - found.ready, time.monotonic() - begin_s)
         finally:
             late = ready < found.pages
-            told = Found(found.ticket, found.pages, ready, False, found.disk_pages, late)
-            self._post(epoch, told)
+            self._post(epoch, replace(found, ready=ready, staging=False, late=late))
 
     def _reserve(self, job: int, chain: Chain) -> None:
         session, epoch = self._session, self.epoch

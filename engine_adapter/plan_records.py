@@ -70,6 +70,7 @@ class Found:
     staging: bool = False
     disk_pages: int = 0  # of `pages`, when they were found
     late: bool = False  # staging ended without all of them
+    reason: str = ""  # why the store may have more than `pages`
 
 
 @dataclass(frozen=True, slots=True)

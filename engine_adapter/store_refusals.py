@@ -1,4 +1,4 @@
-"""How long nothing is saved after the store refused, and what words it refuses with.
+"""How long nothing is saved after the store refused; the words of it, also for cut look-ups.
 
 Most refusals pass within seconds (the disk is behind, all pages are in use); some last. Pure: time
 comes with each call.
@@ -11,6 +11,13 @@ HOLD_S_MIN, HOLD_S_MAX = 0.25, 4.0  # after a refusal
 # A store that has had no room for so long will not have any soon; some refusals last anyway.
 REFUSED_S_MAX = 5.0
 LASTING = ("refused", "quota", "unreachable")  # how their reasons begin
+# Why the store gives out less of a prompt than it has, in words that name what can be changed.
+CUT = {
+    "lease limit": "requests that wait or load keep a quarter of the store's memory from moving, "
+    "and that is the limit: raise the server's host_bytes, or let fewer requests wait here",
+    "lease limit of the tenant": "this tenant's engines keep all of the memory from moving that is "
+    "its share: raise the server's host_bytes or the tenant's share, or let fewer requests wait",
+}
 
 
 class Refusals:

@@ -26,6 +26,7 @@ from kvstore.engine_adapter.plan_records import Policy
 from kvstore.engine_adapter.planner import PAUSE, Planner
 from kvstore.engine_adapter.save_losses import why_lost
 from kvstore.engine_adapter.save_planner import PINNED_SHARE_MAX
+from kvstore.engine_adapter.store_refusals import CUT
 from kvstore.engine_adapter.transfer_plan import CANCELLED, StepPlan
 from kvstore.engine_adapter.vllm_blocks import VllmBlocks
 from kvstore.engine_adapter.vllm_events import PageEvents
@@ -241,6 +242,10 @@ class VllmScheduler:
             self.lookups.saved(saved_s)
         if reuse.reason in TROUBLE and self._epoch:
             self._warn(f"a prompt was computed that is stored: {reuse.reason}")
+        if reuse.reason in CUT:
+            self._warn(
+                f"a prompt, or part of one, was computed that is stored: {CUT[reuse.reason]}"
+            )
         answer = {
             "reused_tokens": reuse.tokens,
             "reused_disk_tokens": reuse.disk_tokens,

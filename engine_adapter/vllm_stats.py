@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 # Counters under these names get a help text in /metrics; others are kept in the log line only.
 COUNTERS = {
     "lookups": "Requests for which the store was asked.",
+    "lookups_cut": "Look-ups answered with less than is stored: leases at their limit.",
     "hit_tokens": "Prompt tokens taken from the store.",
     "hit_disk_tokens": "Of these, tokens that were on disk when the request came.",
     "asked_tokens": "Prompt tokens of the requests for which the store was asked.",

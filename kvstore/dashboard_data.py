@@ -37,7 +37,8 @@ TOKENS_MAX = 1 << 18  # of a prompt to explain
 NO_TOKENIZER = "text needs a server with --dashboard-tokenizer; give ids"
 TROUBLES = (
     *("corrupt_pages", "stale_pages", "key_missing", "disk_read_errors", "disk_write_failures"),
-    *("redis_bad_pages", "redis_errors", "stage_timeouts", "reservations_refused", "pins_broken"),
+    *("redis_bad_pages", "redis_errors", "stage_timeouts", "reservations_refused", "lookups_cut"),
+    "pins_broken",
 )
 
 

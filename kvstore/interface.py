@@ -30,6 +30,10 @@ class MatchLike(Protocol):
     """The longest stored chain of a prompt, leased until release()."""
 
     @property
+    def reason(self) -> str:
+        """Why it may be shorter than what is stored: "lease limit", "unreachable", ...; else ""."""
+
+    @property
     def pages(self) -> int:
         """Length of the chain in pages."""
 

@@ -112,14 +112,16 @@ class Places(_message.Message):
     def __init__(self, host_slots: _Optional[bytes] = ..., host_generations: _Optional[bytes] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("match", "pages", "places")
+    __slots__ = ("match", "pages", "places", "reason")
     MATCH_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     match: int
     pages: int
     places: Places
-    def __init__(self, match: _Optional[int] = ..., pages: _Optional[int] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
+    reason: str
+    def __init__(self, match: _Optional[int] = ..., pages: _Optional[int] = ..., places: _Optional[_Union[Places, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
     __slots__ = ("session", "match", "deadline_s")

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
     from kvstore.session import Session
 
+# Why a server gave out less of a chain than it has: the session, or all sessions of the tenant,
+# keep as much from moving as they may.
+LEASE_LIMIT, TENANT_LEASE_LIMIT = "lease limit", "lease limit of the tenant"
+
 
 class Match:
     """What Session.match() found. Release it, or use it in a `with` statement."""
@@ -33,6 +37,7 @@ class Match:
         self._page_ids = page_ids
         self._leased = int(page_ids[-1]) if len(page_ids) else -1
         self._ready_s = perf_counter()  # since when its pages can be read
+        self.reason = ""  # why it is shorter than what is stored
         self.is_whole = False  # all whole pages of the prompt were found: see Session.look_ahead
 
     @property
@@ -129,12 +134,18 @@ class Match:
         size = self._session.spec.page_bytes
         return [state.host.readonly_view(slot, size) for slot in slots]
 
-    def keep(self, pages: int) -> None:
-        """Let go of all but the leading `pages` of the chain: the others may leave from then on."""
+    def keep(self, pages: int, why: str) -> None:
+        """Let go of all but the leading `pages` of the chain: the others may leave from then on.
+
+        `why` becomes the match's reason, unless it is that long anyway.
+        """
         state = self._state
         with state.lock:
             if pages >= len(self._page_ids):
                 return
+            self.reason = why
+            state.counters.lookups_cut += 1
+            state.counters.pages_cut += len(self._page_ids) - max(pages, 0)
             if pages <= 0:
                 self.release()
                 return

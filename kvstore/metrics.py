@@ -97,6 +97,7 @@ METRICS: tuple[Described, ...] = (
             "write_failures tier": "Pages that a tier did not take.",
             "stage_timeouts": "Stages that did not end before their deadline.",
             "reservations_refused": "Reservations that found no room.",
+            "lookups_cut": "Look-ups answered with less than is stored: leases at their limit.",
             "pins_broken": "Pins that ended because another tenant took back its share.",
             "breaker_opened tier": "How often a breaker opened.",
             "hit_pages": "Pages that look-ups found, in any tier.",
@@ -289,7 +290,7 @@ def _of_stats(values: _Values, stats: Stats) -> None:
     values.put("write_failures", counters["disk_write_failures"], "disk")
     values.put("write_failures", counters["redis_dropped"], "redis")
     values.put("breaker_opened", counters["redis_breaker_opened"], "redis")
-    for name in ("stage_timeouts", "reservations_refused", "pins_broken"):
+    for name in ("stage_timeouts", "reservations_refused", "lookups_cut", "pins_broken"):
         values.put(name, counters[name])
     values.put("hit_pages", counters["hit_pages"])
     values.put("disk_written_bytes", counters["disk_bytes_written"])

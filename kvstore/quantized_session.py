@@ -169,6 +169,10 @@ class QuantizedMatch:
         self._page_bytes = page_bytes
 
     @property
+    def reason(self) -> str:
+        return self._found.reason
+
+    @property
     def pages(self) -> int:
         return self._found.pages
 

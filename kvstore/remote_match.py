@@ -90,13 +90,18 @@ class RemoteMatch:
     """What RemoteSession.match() found. Release it, or use it in a `with` statement."""
 
     def __init__(
-        self, session: RemoteSession, live: LiveSession | None, reply: MatchReply | None
+        self,
+        session: RemoteSession,
+        live: LiveSession | None,
+        reply: MatchReply | None,
+        reason: str = "",
     ) -> None:
-        """A miss has neither `live` nor `reply`."""
+        """A miss has neither `live` nor `reply`. `reason`: why more may be stored."""
         self._session = session
         self._live = live
         self._id = reply.match if reply is not None else 0
         self.pages = reply.pages if reply is not None else 0
+        self.reason = reason
         self._places = reply.places if reply is not None else None
         self._window: Window | None = None
         self._fetched: NDArray[np.uint8] | None = None

@@ -135,15 +135,16 @@ class RemoteSession(RemoteHints):
         """Find the longest stored chain of a prompt and lease it, in one step. See Session.match.
 
         Raises InvalidRequest for malformed input. A server that does not answer within
-        ClientConfig.lookup_deadline_s makes it a miss.
+        ClientConfig.lookup_deadline_s makes it a miss, with a reason as reserve() has them.
         """
         values, more = token_view(tokens), checked_extras(extras)
-        live = self.usable()
+        live, reply = self.usable(), None
         if live is not None:
             reply = self._longest(live, values, more, self._link.config.lookup_deadline_s)
-            if reply is not None:
-                return RemoteMatch(self, live, reply)
-        return RemoteMatch(self, None, None)
+        reason = self._link.why_not("Match") if reply is None else reply.reason
+        if reply is None or not reply.match:
+            live = reply = None
+        return RemoteMatch(self, live, reply, reason)
 
     def reserve(
         self, tokens: Tokens, extras: Extras | None = None, *, deadline_s: float = 0.25
@@ -264,7 +265,10 @@ class RemoteSession(RemoteHints):
         extras: dict[int, bytes],
         wait_s: float,
     ) -> pb.MatchReply | None:
-        """The longest chain of a prompt; in several calls when it is longer than a message."""
+        """The longest chain of a prompt; in several calls when it is longer than a message.
+
+        Without a match there may be a reason; None: no answer came.
+        """
         deadline = time.monotonic() + wait_s
         found: pb.MatchReply | None = None
         while True:
@@ -275,8 +279,14 @@ class RemoteSession(RemoteHints):
             left_s = deadline - time.monotonic() if found else wait_s
             if left_s <= 0:
                 return found
-            reply = self.ask(live, "Match", with_tokens(head, part.tokens), left_s)
-            if reply is None or not reply.match:
+            request = with_tokens(head, part.tokens)
+            reply: pb.MatchReply | None = self.ask(live, "Match", request, left_s)
+            if reply is None:
+                return found
+            if not reply.match:
+                if found is None:
+                    return reply
+                found.reason = reply.reason
                 return found
             if found is not None:
                 self.give_back.release(live, found.match)
@@ -292,6 +302,8 @@ class RemoteSession(RemoteHints):
         long."""
         part = self._part(tokens, extras, None)
         found = self._longest(live, tokens, extras, PIN_DEADLINE_S) if part.is_cut else None
+        if found is not None and not found.match:
+            found = None
         try:
             yield part if found is None else self._part(tokens, extras, found)
         finally:

@@ -8,6 +8,7 @@ being read and a reservation that is being committed end after that call.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import CapacityError, ClosedError, InvalidRequest
 from kvstore.identity import PUBLIC_TENANT
+from kvstore.lease import LEASE_LIMIT, TENANT_LEASE_LIMIT
 from kvstore.prefix_index.page_key import TOKEN_BYTES
 from kvstore.staging_pool import StagingSlots
 from kvstore.tenant_holds import HeldPages
@@ -39,6 +41,8 @@ PROMPT_BYTES_MAX = 64 << 20  # of tokens kept so that longer prompts can go on f
 # say, and may have an engine whose steps take most of a minute: two pass until its pages are there.
 UPLOAD_S_MAX, STAGED_S_MAX = 30.0, 600.0
 
+_log = logging.getLogger("kvstore.server")
+
 
 class UnknownHandle(ClosedError):
     """A session, match or reservation that this client does not have, or has no more."""
@@ -46,7 +50,7 @@ class UnknownHandle(ClosedError):
 
 @dataclass(slots=True, eq=False)
 class HeldMatch:
-    """A match that the client has. `pages`: what is counted for it."""
+    """A match that the client has; number 0: it has none of it. `pages`: what is counted for it."""
 
     number: int
     match: Match
@@ -110,18 +114,22 @@ class ServerSession:
         self._leased = HeldPages()
         self._commits = 0
         self._ended = False
+        self._is_cut_told = False
 
     def sign_of_life(self) -> None:
         """The client is there."""
         self.last_sign_s = self._clock()
 
-    def match(self, tokens: bytes, extras: dict[int, bytes], after: int) -> HeldMatch | None:
-        """Look up and lease; None when nothing matched. `after`: go on from that match's chain."""
+    def match(self, tokens: bytes, extras: dict[int, bytes], after: int) -> HeldMatch:
+        """Look up and lease; number 0 when nothing matched, or nothing of it may be leased.
+
+        `after`: go on from that match's chain.
+        """
         tokens, extras = self.longer(after, tokens, extras)
         found = self.session.match(tokens, extras)
         if not found.pages:
             found.release()
-            return None
+            return HeldMatch(0, found, found.page_ids, b"", {})
         return self._hold(found, tokens, extras)
 
     def longer(
@@ -314,7 +322,7 @@ class ServerSession:
             raise UnknownHandle("no such match: released, or of another session")
         return held
 
-    def _hold(self, found: Match, tokens: bytes, extras: dict[int, bytes]) -> HeldMatch | None:
+    def _hold(self, found: Match, tokens: bytes, extras: dict[int, bytes]) -> HeldMatch:
         """Give a match its number, shortened to what the session may hold."""
         try:
             with self._lock:
@@ -324,8 +332,7 @@ class ServerSession:
                 if self._prompt_bytes + len(tokens) > PROMPT_BYTES_MAX:
                     raise CapacityError("too many long matches are open in this session")
                 if not self._count(found):
-                    found.release()
-                    return None
+                    return HeldMatch(0, found, found.page_ids, b"", {})
                 tokens = tokens[: TOKEN_BYTES * found.tokens]
                 held = HeldMatch(next(self._numbers), found, found.page_ids, tokens, extras)
                 self._matches[held.number] = held
@@ -338,8 +345,18 @@ class ServerSession:
     def _count(self, found: Match) -> int:
         """Count a match's pages and shorten it to those that fit; how many are left."""
         pages, page_bytes = found.page_ids, self.session.spec.page_bytes
-        fitting = self._leased.fitting(pages, page_bytes, self._limit_bytes)
-        fitting = self._holds.lease(pages[:fitting], page_bytes)
+        own = self._leased.fitting(pages, page_bytes, self._limit_bytes)
+        fitting = self._holds.lease(pages[:own], page_bytes)
         self._leased.add(pages[:fitting], page_bytes)
-        found.keep(fitting)
+        found.keep(fitting, LEASE_LIMIT if fitting == own else TENANT_LEASE_LIMIT)
+        if found.reason and not self._is_cut_told:
+            self._is_cut_told = True
+            _log.warning(
+                "a look-up was answered with %d of %d stored pages: %s, %d bytes are leased; raise "
+                "host_bytes, or let fewer prompts wait at a time (said once a session)",
+                fitting,
+                len(pages),
+                found.reason,
+                self._leased.held_bytes,
+            )
         return fitting

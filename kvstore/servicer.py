@@ -196,13 +196,14 @@ class Servicer:
         session = self._registry.find(request.session, call.identity)
         extras = extras_of(request.extras) if request.HasField("extras") else {}
         held = session.match(_tokens(request.tokens), extras, request.after_match)
-        if held is None:
-            return MatchReply()
+        if not held.number:
+            return MatchReply(reason=held.match.reason)
         if not call.context.is_active():  # nobody is there to release it
             session.release([held.number])
             return MatchReply()
-        places = self._places(held.match)
-        return MatchReply(match=held.number, pages=held.match.pages, places=places)
+        match = held.match
+        places = self._places(match)
+        return MatchReply(match=held.number, pages=match.pages, places=places, reason=match.reason)
 
     def stage(self, request: messages.StageRequest, call: Call) -> StageReply:
         """Bring a match's pages into the arena."""

@@ -81,6 +81,8 @@ class Counters:
     hit_tokens: int = 0
     hit_pages: int = 0
     hit_pages_disk: int = 0  # of them, those that no faster tier had
+    lookups_cut: int = 0  # their answers are shorter than what is stored: leases at their limit
+    pages_cut: int = 0  # by how much
     pages_committed: int = 0
     pages_staged: int = 0
     stage_joined: int = 0  # pages that another request was already staging

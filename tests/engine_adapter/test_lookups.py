@@ -39,8 +39,8 @@ def lookups(server: ServerProcess) -> Iterator[Lookups]:
         made.close()
 
 
-def chain(pages: int) -> Chain:
-    return Chain(np.arange(pages * PAGE, dtype="<i4").tobytes(), {})
+def chain(pages: int, first: int = 0) -> Chain:
+    return Chain(np.arange(first, first + pages * PAGE, dtype="<i4").tobytes(), {})
 
 
 def answer(lookups: Lookups, kind: type[_Event], epoch: int | None = None) -> _Event:
@@ -54,9 +54,9 @@ def answer(lookups: Lookups, kind: type[_Event], epoch: int | None = None) -> _E
     raise AssertionError(f"no {kind.__name__}")
 
 
-def store_pages(lookups: Lookups, job: int, pages: int) -> None:
+def store_pages(lookups: Lookups, job: int, pages: int, first: int = 0) -> None:
     while True:
-        lookups.reserve(job, chain(pages))
+        lookups.reserve(job, chain(pages, first))
         room = answer(lookups, Room)
         if room.reason != "in progress":  # an abort before it is done by another thread
             break
@@ -78,6 +78,33 @@ def test_what_was_committed_is_found_with_places_and_given_back(lookups: Lookups
     lookups.release(2)
     assert lookups.held() == {"tickets": 0, "reservations": 0}
     assert lookups.places(2, 0, 1) == []
+
+
+@pytest.mark.slow
+def test_what_leases_cut_off_has_a_reason_and_comes_back_with_them(
+    tmp_path: Path,
+) -> None:
+    with ServerProcess(tmp_path / "store", "--host-bytes=16MiB", "--disk-bytes=64MiB") as server:
+        made = Lookups(LoadChoice(LoadMode.ALWAYS, PAGE_BYTES, PAGE))
+        with connect(server.start().address, lookup_deadline_s=5.0) as store:
+            made.use(store.session(CacheSpec.opaque("test-cut", PAGE, PAGE_BYTES)))
+            found: list[Found] = []
+            while not found or found[-1].pages:  # 56 pages: a quarter of what staging leaves
+                number = len(found)
+                store_pages(made, number, 8, 10_000 * number)
+                made.look_up(number, chain(8, 10_000 * number))
+                found.append(answer(made, Found))
+            assert {(each.pages, each.reason) for each in found[:-2]} == {(8, "")}
+            assert found[-1].reason == "lease limit", found
+            assert sum(each.pages for each in found) <= 64
+            made.release(0)
+            again, ticket = found[-1], 100
+            deadline = time.monotonic() + 10
+            while again.reason and time.monotonic() < deadline:  # the release is on its way
+                made.look_up(ticket, chain(8, 10_000 * number))
+                again, ticket = answer(made, Found), ticket + 1
+            assert (again.pages, again.reason) == (8, "")
+            made.close()
 
 
 @pytest.mark.slow

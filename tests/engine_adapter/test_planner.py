@@ -89,6 +89,37 @@ def test_the_next_in_line_are_looked_up_again_when_their_answer_is_old_and_not_a
     made.check()
 
 
+def test_an_answer_that_leases_cut_short_says_so_is_counted_and_soon_asked_for_again() -> None:
+    """It was a miss like any other: nothing told that the store had the prompt."""
+    made, store, _ = planner()
+    for number, pages in enumerate((0, 1)):
+        made.arrive(Request(f"r{number}", 20), Policy())
+        made.event(Found(number + 1, pages, pages, reason="lease limit"), 0.0)
+    assert made.match("r0", 0, 0.0).tokens == 0
+    assert made.match("r1", 0, 0.0).tokens == 8, "what it may have"
+    assert made.counters()["lookups_cut"] == 2
+    store.calls.clear()
+    made.take(0.2)
+    assert not store.calls
+    made.take(0.3)
+    assert store.calls == [("release", 1), ("look_up", 3, 2), ("release", 2), ("look_up", 4, 2)]
+    made.event(Found(3, 2, 2), 0.3)
+    made.event(Found(4, 1, 1, reason="lease limit"), 0.3)
+    assert made.match("r0", 0, 0.3).tokens == 16
+    assert made.match("r1", 8, 0.3).tokens == 0
+    assert made.counters()["lookups_cut"] == 3
+    reasons = [made.finished(f"r{number}", None, 0, well=False, now=0.3) for number in (0, 1)]
+    assert [each.reason for each in reasons] == ["always: settings", "lease limit"]
+
+
+def test_a_cut_answer_is_no_reason_where_the_engine_has_all_itself() -> None:
+    made, _, _ = planner()
+    made.arrive(Request("a", 20), Policy())
+    made.event(Found(1, 1, 1, reason="lease limit"), 0.0)
+    assert made.match("a", 16, 0.0).tokens == 0
+    assert made.finished("a", None, 0, well=False, now=0.0).reason == "the engine has it"
+
+
 def test_who_always_loads_waits_longer_for_a_look_up_but_not_for_ever() -> None:
     made, _, _ = planner()
     made.arrive(Request("a", 20), Policy())

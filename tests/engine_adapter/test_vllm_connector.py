@@ -19,6 +19,7 @@ from kvstore.engine_adapter.lookups import GRANT_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # each starts a session with a server
 
@@ -510,6 +511,34 @@ def test_more_pages_at_once_than_staging_takes_are_all_saved(engines: Any) -> No
     assert counted["pages_saved"] == 20 * pages
     assert not counted.get("pages_lost")
     assert engine.pool.pinned == 0
+
+
+def test_a_request_is_told_that_leases_cut_its_hit_short_and_the_log_how_to_change_that(
+    engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said "miss", as of a prompt that nobody has stored."""
+    with ServerProcess(tmp_path / "small", "--host-bytes=4MiB", "--disk-bytes=64MiB") as small:
+        engine = attached(engines("cut", blocks=2000, store=small.start().address))
+        pages = 60
+        prompts = [
+            list(range(2000 * number, 2000 * number + pages * PAGE + 2)) for number in range(9)
+        ]
+        for prompt in prompts:
+            stored(engine, prompt, list(range(1, 2 + len(prompt) // BLOCK)))
+        waiting = [make_request(prompt) for prompt in prompts]
+        found = []
+        for request in waiting:
+            engine.scheduler.on_new_request(request)
+            found.append(engine.match(request)[0])
+        assert found[0] == pages * PAGE
+        assert found[-1] < pages * PAGE
+        told = [engine.scheduler.request_finished(each, [])[1]["kvstore"] for each in waiting]
+        assert told[0]["reason"] == "always: settings"
+        assert told[-1]["reason"] == "lease limit"
+        assert engine.scheduler.get_kv_connector_stats().data["lookups_cut"] >= 1
+        lines = [each for each in caplog.messages if "a quarter of the store's memory" in each]
+        assert len(lines) == 1, "once for all of them"
+        assert "host_bytes" in lines[0]
 
 
 @pytest.mark.parametrize("aged_s", [0.0, GRANT_S_MAX])

@@ -179,7 +179,10 @@ def test_a_reservation_takes_no_more_than_staging_has(server: Server) -> None:
     client.close()
 
 
-def test_a_session_leases_at_most_a_quarter_of_the_arena(server: Server) -> None:
+def test_a_session_leases_at_most_a_quarter_of_the_arena(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = server.store.state.counters.lookups_cut
     client = RawClient(server.config.address)
     client.open()
     whole = server.store.config.host_bytes // PAGE_BYTES
@@ -187,15 +190,23 @@ def test_a_session_leases_at_most_a_quarter_of_the_arena(server: Server) -> None
     client.save(tokens)
     held = client.match(tokens)
     assert 0 < held.pages <= whole // 4
+    assert held.reason == "lease limit"
     again = client.match(tokens)
     assert again.pages == held.pages, "the same pages count once"
     other = fresh(2)
     client.save(other)
-    assert client.match(other).pages == 0
+    refused = client.match(other)
+    assert (refused.match, refused.pages, refused.reason) == (0, 0, "lease limit")
+    assert client.match(fresh(1)).reason == "", "nothing is stored of it"
+    assert server.store.state.counters.lookups_cut == cut + 3
+    lines = [each for each in caplog.messages if "raise host_bytes" in each]
+    assert len(lines) == 1, "said once"
+    assert f"{held.pages} of {whole // 3} stored pages" in lines[0]
     client.call("Release", messages.ReleaseRequest(session=client.session, match=[held.match]))
     assert client.match(other).pages == 0
     client.call("Release", messages.ReleaseRequest(session=client.session, match=[again.match]))
-    assert client.match(other).pages == 2
+    found = client.match(other)
+    assert (found.pages, found.reason) == (2, "")
     client.close()
 
 

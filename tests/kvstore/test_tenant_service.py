@@ -274,6 +274,8 @@ def test_leases_of_one_tenant_are_bounded_together_and_others_find_room(
         if each == 1:
             assert held > share // 2
             assert matches[-1].pages == 0, "later ones are refused: a miss"
+            assert matches[-1].reason == "lease limit of the tenant"
+            assert matches[0].reason == ""
         other = small.connect("b").session(SPEC)
         seeds = range(1000, 1080)
         for seed in seeds:
