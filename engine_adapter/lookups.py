@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOOKUP_THREADS, STAGE_THREADS, SAVE_THREADS = 2, 4, 2
 COMMIT_THREADS = 2  # of their own: what waits for room would keep others from making it
-RESERVE_S_MAX = 1.0  # its thread may wait; unanswered, it costs the session
+RESERVE_S_MAX = 1.0  # its thread may wait
 COMMIT_S_MAX = 10.0
 GRANT_S_MAX = 20.0  # older grants are thrown away: the server forgets theirs after 30
 UNREACHABLE = "unreachable"

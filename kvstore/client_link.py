@@ -64,14 +64,24 @@ class ServerLink:
         self._lock = threading.Lock()
         self._state = ""
 
-    def ask(self, live: LiveSession, name: str, request: Message | bytes, timeout_s: float) -> Any:
-        """The server's reply to a call of this session; None when there is none in time."""
+    def ask(
+        self,
+        live: LiveSession,
+        name: str,
+        request: Message | bytes,
+        timeout_s: float,
+        call: int = 0,
+    ) -> Any:
+        """The server's reply to a call of this session; None when there is none in time.
+
+        `call`: the number that the request has, so that what it made can be taken back then.
+        """
         if not self._may_call(live, name):
             return None
         try:
             reply = self.channel.call(name, request, timeout_s)
         except CallFailed as exc:
-            self.failed(live, name, exc)
+            self.failed(live, name, exc, call)
             return None
         self.breaker.succeeded()
         self.accepted(name)
@@ -111,7 +121,7 @@ class ServerLink:
             self.failed(live, "WritePages", exc)
             return None
 
-    def failed(self, live: LiveSession, name: str, exc: CallFailed) -> None:
+    def failed(self, live: LiveSession, name: str, exc: CallFailed, call: int = 0) -> None:
         """A call got no reply: draw the conclusions."""
         self.count(f"calls_{exc.failure.name.lower()}")
         self._busy.pop(name, None)
@@ -120,7 +130,10 @@ class ServerLink:
         elif exc.failure is Failure.TIMEOUT:
             if self.breaker.failed(time.monotonic()):
                 self.note(f"does not answer in time: {exc}")
-            live.abandoned(name)
+            if call and live.takes_back:
+                self.give_back.take_back(live, call)
+            else:
+                live.abandoned(name)
             live.wake.set()
         elif exc.failure is Failure.UNKNOWN:
             if name not in _ABOUT_HANDLES:
@@ -237,6 +250,9 @@ class ServerLink:
         if name == "Release":
             request: Message = pb.ReleaseRequest(session=live.id, match=numbers)
             return self.ask(live, name, request, GIVE_BACK_S) is not None
+        if name == "TakeBack":
+            request = pb.ReleaseRequest(session=live.id, call=numbers)
+            return self.ask(live, "Release", request, GIVE_BACK_S) is not None
         for number in numbers:
             if (
                 self.ask(

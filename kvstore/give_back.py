@@ -42,6 +42,11 @@ class GiveBack:
         self._add(session, "Abort", reservation)
         self._hurry.set()
 
+    def take_back(self, session: LiveSession, call: int) -> None:
+        """Give up whatever a call made, or will make, for whose reply nobody waits any more."""
+        self._add(session, "TakeBack", call)
+        self._hurry.set()
+
     def hurry(self) -> None:
         """Something is about to need what is given back."""
         if self._items:

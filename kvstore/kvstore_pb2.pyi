@@ -22,7 +22,7 @@ class OpenRequest(_message.Message):
     def __init__(self, client_version: _Optional[str] = ..., spec_json: _Optional[str] = ..., salt: _Optional[bytes] = ..., writer: _Optional[str] = ..., shared_memory: bool = ..., without_public: bool = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "boot_epoch", "server_version", "attach_token", "attach_path", "staging_bytes", "page_bytes", "heartbeat_s")
+    __slots__ = ("session", "boot_epoch", "server_version", "attach_token", "attach_path", "staging_bytes", "page_bytes", "heartbeat_s", "takes_back")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class OpenReply(_message.Message):
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    TAKES_BACK_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     boot_epoch: int
     server_version: str
@@ -39,7 +40,8 @@ class OpenReply(_message.Message):
     staging_bytes: int
     page_bytes: int
     heartbeat_s: int
-    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., server_version: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., attach_path: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., heartbeat_s: _Optional[int] = ...) -> None: ...
+    takes_back: bool
+    def __init__(self, session: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., server_version: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., attach_path: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., heartbeat_s: _Optional[int] = ..., takes_back: bool = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("session", "boot_epoch", "prefill_saved_s", "prefill_tokens", "prefill_positions", "prefill_s")
@@ -92,16 +94,18 @@ class Extras(_message.Message):
     def __init__(self, page_index: _Optional[_Iterable[int]] = ..., content: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras", "after_match")
+    __slots__ = ("session", "tokens", "extras", "after_match", "call")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
     after_match: int
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., after_match: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., after_match: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class Places(_message.Message):
     __slots__ = ("host_slots", "host_generations")
@@ -142,30 +146,34 @@ class StageReply(_message.Message):
     def __init__(self, host_pages: _Optional[int] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session", "match")
+    __slots__ = ("session", "match", "call")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     match: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[bytes] = ..., match: _Optional[_Iterable[int]] = ...) -> None: ...
+    call: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[bytes] = ..., match: _Optional[_Iterable[int]] = ..., call: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session", "tokens", "extras", "deadline_s", "after_match")
+    __slots__ = ("session", "tokens", "extras", "deadline_s", "after_match", "call")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     AFTER_MATCH_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tokens: bytes
     extras: Extras
     deadline_s: float
     after_match: int
-    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., deadline_s: _Optional[float] = ..., after_match: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, session: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Union[Extras, _Mapping]] = ..., deadline_s: _Optional[float] = ..., after_match: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "start", "count", "reason", "staging_offsets")

@@ -7,6 +7,7 @@ not be here: calls to the server, deciding when it is over.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvstore.kvstore_pb2 import OpenReply
     from kvstore.shared_memory import Attachment, MappedExtent
 
+# Of a server that can't be told to take back what such a call made.
 ABANDONED_COSTS = {"Match": 1, "Reserve": 32}
 ABANDONED_MAX = 32
 
@@ -40,6 +42,8 @@ class LiveSession:
         self.wake = threading.Event()  # beat now
         self.heard_s = time.monotonic()  # when the server last gave a sign of life
         self.reason = ""  # why it is over
+        self.takes_back = reply.takes_back  # what calls made whose replies did not come
+        self._calls = itertools.count(1)
         self._abandoned = 0
         self.is_shared = attachment is not None
         self._attachment = attachment
@@ -73,11 +77,15 @@ class LiveSession:
         except ValueError:  # unmapped just now
             return None
 
+    def next_call(self) -> int:
+        """A number for a call, by which it can be taken back."""
+        return next(self._calls)
+
     def abandoned(self, name: str) -> None:
         """A call was not waited for to its end: the server may hold something that we know not of.
 
-        After some of these only ending the session gives it back; an unknown reservation keeps
-        others from writing the same pages, so one is enough.
+        For servers that do not take it back: after some of these only ending the session does; an
+        unknown reservation keeps others from writing the same pages, so one is enough.
         """
         self._abandoned += ABANDONED_COSTS.get(name, 0)
         if self._abandoned >= ABANDONED_MAX:

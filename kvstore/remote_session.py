@@ -164,8 +164,9 @@ class RemoteSession(RemoteHints):
         with self.end_of(live, values, more) as part:
             head = pb.ReserveRequest(session=live.id, extras=extras_message(part.extras))
             head.deadline_s, head.after_match = wait_s, part.after
+            head.call = live.next_call()
             request = with_tokens(head, part.tokens)
-            reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S)
+            reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S, head.call)
         if reply is None:
             return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
         if part.is_cut and reply.reason in ("", PRESENT):
@@ -207,9 +208,16 @@ class RemoteSession(RemoteHints):
             self._changed.notify_all()
         self._keeper.join(CLOSE_TIMEOUT_S)
 
-    def ask(self, live: LiveSession, name: str, request: Message | bytes, timeout_s: float) -> Any:
+    def ask(
+        self,
+        live: LiveSession,
+        name: str,
+        request: Message | bytes,
+        timeout_s: float,
+        call: int = 0,
+    ) -> Any:
         """One call of this session; None when it got no reply. For its matches and reservations."""
-        return self._link.ask(live, name, request, timeout_s)
+        return self._link.ask(live, name, request, timeout_s, call)
 
     def why_not(self, name: str) -> str:
         """Why a call of this session got no reply. For its reservations."""
@@ -273,14 +281,13 @@ class RemoteSession(RemoteHints):
         found: pb.MatchReply | None = None
         while True:
             part = self._part(tokens, extras, found)
-            head = pb.MatchRequest(
-                session=live.id, extras=extras_message(part.extras), after_match=part.after
-            )
+            head = pb.MatchRequest(session=live.id, extras=extras_message(part.extras))
+            head.after_match, head.call = part.after, live.next_call()
             left_s = deadline - time.monotonic() if found else wait_s
             if left_s <= 0:
                 return found
             request = with_tokens(head, part.tokens)
-            reply: pb.MatchReply | None = self.ask(live, "Match", request, left_s)
+            reply: pb.MatchReply | None = self.ask(live, "Match", request, left_s, head.call)
             if reply is None:
                 return found
             if not reply.match:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MATCHES_MAX = 4096
 RESERVATIONS_MAX = 1024
+TAKEN_BACK_MAX = 4096  # numbers of calls that were given up before they came
 PROMPT_BYTES_MAX = 64 << 20  # of tokens kept so that longer prompts can go on from them
 # A reservation that nobody fills ends after so long. Who writes to staging lives, as its heartbeats
 # say, and may have an engine whose steps take most of a minute: two pass until its pages are there.
@@ -57,6 +58,7 @@ class HeldMatch:
     pages: NDArray[np.int32]
     tokens: bytes
     extras: dict[int, bytes]
+    call: int = 0  # the client's number of the call that made it
     users: int = 0
     released: bool = False
 
@@ -72,6 +74,7 @@ class HeldReservation:
     reservation: Reservation
     offsets: list[int] = field(default_factory=list)
     since_s: float = 0.0
+    call: int = 0
 
 
 class ServerSession:
@@ -115,22 +118,25 @@ class ServerSession:
         self._commits = 0
         self._ended = False
         self._is_cut_told = False
+        self._taken_back: dict[int, None] = {}  # calls that are to make nothing, in order
 
     def sign_of_life(self) -> None:
         """The client is there."""
         self.last_sign_s = self._clock()
 
-    def match(self, tokens: bytes, extras: dict[int, bytes], after: int) -> HeldMatch:
+    def match(
+        self, tokens: bytes, extras: dict[int, bytes], after: int, call: int = 0
+    ) -> HeldMatch:
         """Look up and lease; number 0 when nothing matched, or nothing of it may be leased.
 
-        `after`: go on from that match's chain.
+        `after`: go on from that match's chain. `call`: see take_back().
         """
         tokens, extras = self.longer(after, tokens, extras)
         found = self.session.match(tokens, extras)
         if not found.pages:
             found.release()
             return HeldMatch(0, found, found.page_ids, b"", {})
-        return self._hold(found, tokens, extras)
+        return self._hold(found, tokens, extras, call)
 
     def longer(
         self, after: int, tokens: bytes, extras: dict[int, bytes]
@@ -176,12 +182,32 @@ class ServerSession:
         for held in idle:
             held.match.release()
 
+    def take_back(self, calls: Sequence[int]) -> None:
+        """Give up what these calls made, and what they will have made when they end: their client
+        has not waited for the reply, and knows nothing of it.
+        """
+        unknown = {call for call in calls if call}
+        with self._lock:
+            self._taken_back |= dict.fromkeys(sorted(unknown))
+            for old in list(self._taken_back)[:-TAKEN_BACK_MAX]:
+                del self._taken_back[old]
+            matches = [n for n, each in self._matches.items() if each.call in unknown]
+            reservations = [n for n, each in self._reservations.items() if each.call in unknown]
+        self.release(matches)
+        for number in reservations:
+            self.abort(number)
+
     def reserve(
-        self, tokens: bytes, extras: dict[int, bytes], deadline_s: float, after: int = 0
+        self,
+        tokens: bytes,
+        extras: dict[int, bytes],
+        deadline_s: float,
+        after: int = 0,
+        call: int = 0,
     ) -> HeldReservation:
         """Slots to write, as many as fit in staging; number 0 when there is nothing to write.
 
-        `after`: the prompt goes on from that match's chain.
+        `after`: the prompt goes on from that match's chain. `call`: see take_back().
         """
         tokens, extras = self.longer(after, tokens, extras)
         with self._lock:
@@ -202,16 +228,17 @@ class ServerSession:
                 self._slots.give_back(offsets[wanted:])
                 if not number:
                     self._holds.end_reservation()
-        held = HeldReservation(number, made, offsets[:wanted], self._clock())
+        held = HeldReservation(number, made, offsets[:wanted], self._clock(), call)
         with self._lock:
-            if not self._ended:
+            if not self._ended and call not in self._taken_back:
                 if number:
                     self._reservations[number] = held
                 return held
             if number:
+                self._slots.give_back(held.offsets)
                 self._holds.end_reservation()
         made.abort()
-        raise UnknownHandle("the session has ended")
+        raise UnknownHandle("the session has ended, or this call was taken back")
 
     @contextmanager
     def writing(self, number: int) -> Iterator[HeldReservation]:
@@ -322,11 +349,13 @@ class ServerSession:
             raise UnknownHandle("no such match: released, or of another session")
         return held
 
-    def _hold(self, found: Match, tokens: bytes, extras: dict[int, bytes]) -> HeldMatch:
+    def _hold(self, found: Match, tokens: bytes, extras: dict[int, bytes], call: int) -> HeldMatch:
         """Give a match its number, shortened to what the session may hold."""
         try:
             with self._lock:
                 self._require_open()
+                if call in self._taken_back:
+                    raise UnknownHandle("this call was taken back")
                 if len(self._matches) >= MATCHES_MAX:
                     raise CapacityError(f"{MATCHES_MAX} matches are open in this session")
                 if self._prompt_bytes + len(tokens) > PROMPT_BYTES_MAX:
@@ -334,7 +363,8 @@ class ServerSession:
                 if not self._count(found):
                     return HeldMatch(0, found, found.page_ids, b"", {})
                 tokens = tokens[: TOKEN_BYTES * found.tokens]
-                held = HeldMatch(next(self._numbers), found, found.page_ids, tokens, extras)
+                number = next(self._numbers)
+                held = HeldMatch(number, found, found.page_ids, tokens, extras, call)
                 self._matches[held.number] = held
                 self._prompt_bytes += len(tokens)
                 return held

@@ -136,6 +136,7 @@ class Servicer:
             staging_bytes=staging.size if staging is not None else 0,
             page_bytes=spec.page_bytes,
             heartbeat_s=HEARTBEAT_S,
+            takes_back=True,
         )
 
     def heartbeat(self, beats: Iterator[messages.Beat], call: Call) -> Iterator[Beat]:
@@ -195,7 +196,8 @@ class Servicer:
         """Look up and lease."""
         session = self._registry.find(request.session, call.identity)
         extras = extras_of(request.extras) if request.HasField("extras") else {}
-        held = session.match(_tokens(request.tokens), extras, request.after_match)
+        tokens = _tokens(request.tokens)
+        held = session.match(tokens, extras, request.after_match, request.call)
         if not held.number:
             return MatchReply(reason=held.match.reason)
         if not call.context.is_active():  # nobody is there to release it
@@ -213,8 +215,11 @@ class Servicer:
         return StageReply(host_pages=match.host_pages, places=self._places(match))
 
     def release(self, request: messages.ReleaseRequest, call: Call) -> ReleaseReply:
-        """End leases."""
-        self._registry.find(request.session, call.identity).release(request.match)
+        """End leases, and what came of calls that nobody waited for."""
+        session = self._registry.find(request.session, call.identity)
+        session.release(request.match)
+        if request.call:
+            session.take_back(request.call)
         return ReleaseReply()
 
     def reserve(self, request: messages.ReserveRequest, call: Call) -> ReserveReply:
@@ -222,7 +227,8 @@ class Servicer:
         session = self._registry.find(request.session, call.identity)
         wait_s = call.wait_s(request.deadline_s)
         extras = extras_of(request.extras)
-        held = session.reserve(_tokens(request.tokens), extras, wait_s, request.after_match)
+        tokens = _tokens(request.tokens)
+        held = session.reserve(tokens, extras, wait_s, request.after_match, request.call)
         made = held.reservation
         if not call.context.is_active():  # nobody is there to fill it
             session.abort(held.number)

@@ -20,6 +20,7 @@ from kvstore import CacheSpec, Store
 from kvstore.client import RemoteStore, ServerUnavailable
 from kvstore.connect import connect
 from kvstore.errors import ClosedError, InvalidRequest
+from kvstore.live_session import ABANDONED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -400,6 +401,34 @@ def test_a_paused_server_costs_a_few_deadlines_and_is_used_again_when_it_goes_on
         assert store.client_counters()["breaker_opened"] >= 1
         own.resume()
         assert eventually(lambda: load(session, tokens) == 3, 5) < 1.5
+
+
+def test_calls_that_got_no_answer_in_time_are_taken_back_and_end_no_session(
+    own: ServerProcess,
+) -> None:
+    """A session ended, with all that it had leased, at the 32nd of them in its life, or at the
+    first reservation."""
+    own.start()
+    with remote(own.address) as patient, remote(own.address, lookup_deadline_s=0.05) as store:
+        session, tokens = store.session(SPEC), prompt(70, 4)
+        other = patient.session(SPEC)
+        eventually(lambda: save(other, tokens) or load(other, tokens) == 4, 10)
+        eventually(lambda: load(session, tokens) == 4, 10)
+        epoch, held = session.epoch, session.match(tokens)
+        assert held.pages == 4
+        for _ in range(ABANDONED_MAX + 2):
+            own.pause()
+            assert session.match(tokens).pages == 0
+            own.resume()
+            eventually(lambda: load(session, tokens) == 4, 10)
+        own.pause()
+        assert session.reserve(prompt(71, 4), deadline_s=0.0).reason == "unreachable"
+        own.resume()
+        eventually(lambda: save(other, prompt(71, 4)) == 4, 10)
+        assert session.epoch == epoch, "the same session all the time"
+        assert held.valid()
+        held.release()
+        eventually(lambda: patient.stats().leases == 0, 10)
 
 
 def test_a_server_that_was_asked_to_stop_is_left_and_found_again(own: ServerProcess) -> None:

@@ -189,6 +189,23 @@ def test_nothing_is_given_back_to_a_session_that_is_over() -> None:
     assert other.calls == [("Release", [2])]
 
 
+def test_with_a_server_that_takes_no_call_back_a_session_ends_after_some() -> None:
+    from kvstore.kvstore_pb2 import OpenReply
+    from kvstore.live_session import ABANDONED_MAX, LiveSession
+
+    old = OpenReply.FromString(OpenReply(session=b"s" * 16, boot_epoch=1).SerializeToString())
+    live = LiveSession(old, None)
+    assert not live.takes_back
+    for _ in range(ABANDONED_MAX - 1):
+        live.abandoned("Match")
+    assert not live.over.is_set()
+    live.abandoned("Match")
+    assert live.over.is_set()
+    live = LiveSession(old, None)
+    live.abandoned("Reserve")
+    assert live.over.is_set(), "nobody else could write those pages"
+
+
 def test_a_socket_of_another_user_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert "No such file" in why_unreachable(path, os.geteuid())

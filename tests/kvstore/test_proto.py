@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from kvstore import kvstore_pb2 as messages
 from kvstore.kvstore_pb2_grpc import KVStoreStub
@@ -59,3 +60,42 @@ def test_no_request_names_a_tenant_but_the_operators() -> None:
                 *("EvictRequest", "ExplainRequest", "Event", "TreeRequest", "ExportRequest"),
                 "ImportHeader",
             }
+
+
+def test_peers_from_before_the_reasons_and_numbers_of_calls_are_understood_and_understand() -> None:
+    newer = {
+        "MatchReply": ("reason",),
+        "OpenReply": ("takes_back",),
+        "MatchRequest": ("call",),
+        "ReserveRequest": ("call",),
+        "ReleaseRequest": ("call",),
+    }
+    file = descriptor_pb2.FileDescriptorProto()
+    messages.DESCRIPTOR.CopyToProto(file)
+    for message in file.message_type:
+        kept = [each for each in message.field if each.name not in newer.get(message.name, ())]
+        assert len(message.field) - len(kept) == len(newer.get(message.name, ())), message.name
+        del message.field[:]
+        message.field.extend(kept)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    old = {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"kvstore.v1.{name}"))
+        for name in newer
+    }
+    cut = messages.MatchReply(match=3, pages=2, reason="lease limit").SerializeToString()
+    read = old["MatchReply"].FromString(cut)
+    assert (read.match, read.pages) == (3, 2)
+    opened = messages.OpenReply(page_bytes=7, takes_back=True).SerializeToString()
+    assert old["OpenReply"].FromString(opened).page_bytes == 7
+    for name, message in (
+        ("MatchRequest", messages.MatchRequest(tokens=b"abcd", after_match=2, call=9)),
+        ("ReserveRequest", messages.ReserveRequest(tokens=b"abcd", after_match=2, call=9)),
+        ("ReleaseRequest", messages.ReleaseRequest(match=[4, 5], call=[9])),
+    ):
+        without = type(message).FromString(message.SerializeToString())
+        without.ClearField("call")
+        sent = old[name].FromString(without.SerializeToString())
+        assert type(message).FromString(sent.SerializeToString()) == without
+    reply = messages.OpenReply.FromString(old["OpenReply"](page_bytes=7).SerializeToString())
+    assert (reply.page_bytes, reply.takes_back) == (7, False)

@@ -22,6 +22,7 @@ from kvstore.identity import Identity, NotAuthenticated, Role
 from kvstore.remote_session import PROMPT_BYTES_MAX
 from kvstore.server import Server
 from kvstore.server_config import ServerConfig
+from kvstore.server_session import TAKEN_BACK_MAX
 from kvstore.wire import CONTROL_BYTES_MAX, check_version
 
 if TYPE_CHECKING:
@@ -115,6 +116,43 @@ def test_a_reservation_that_nobody_waits_for_keeps_no_pages(
     other.open()
     wait_until(lambda: other.reserve(prompt(0, 3)).count == 3, 5.0)
     other.close()
+
+
+def test_what_a_call_made_is_taken_back_by_its_number_also_before_it_comes(
+    server: Server, client: RawClient
+) -> None:
+    client.save(prompt(0, 3))
+    assert client.match(prompt(0, 3), call=7).pages == 3
+    other = RawClient(server.config.address)
+    other.open()
+    wanted = messages.ReserveRequest(
+        session=client.session, tokens=prompt(1, 3).tobytes(), deadline_s=5.0, call=8
+    )
+    assert client.call("Reserve", wanted).count == 3
+    assert other.reserve(prompt(1, 3)).reason == "in progress"
+    client.call("Release", messages.ReleaseRequest(session=client.session, call=[7, 8, 9, 10]))
+    wait_until(lambda: server.store.stats().leases == 0)
+    assert other.reserve(prompt(1, 3)).count == 3
+    assert status_of(client.match, prompt(0, 3), call=9) is grpc.StatusCode.NOT_FOUND
+    wanted.call, wanted.tokens = 10, prompt(2, 3).tobytes()
+    assert status_of(client.call, "Reserve", wanted) is grpc.StatusCode.NOT_FOUND
+    wait_until(lambda: server.store.stats().leases == 0)
+    assert other.reserve(prompt(2, 3)).count == 3
+    client.call("Release", messages.ReleaseRequest(session=client.session, call=[0]))
+    assert client.match(prompt(0, 3)).pages == 3, "a call without a number is never meant"
+    assert client.match(prompt(0, 3), call=11).pages == 3
+    assert sorted(each.counts[0] for each in server.registry.sessions()) == [0, 2]
+    other.close()
+
+
+def test_of_calls_taken_back_that_never_came_only_the_last_are_remembered(
+    client: RawClient,
+) -> None:
+    client.save(prompt(0, 3))
+    release = messages.ReleaseRequest(session=client.session, call=range(1, TAKEN_BACK_MAX + 2))
+    client.call("Release", release)
+    assert client.match(prompt(0, 3), call=1).pages == 3
+    assert status_of(client.match, prompt(0, 3), call=2) is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_stream_does_not_outlive_its_credential(
