@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NO_HINTS = Hints()
 NULL_BLOCK = 0  # an engine's block that holds nothing
+NOT_YET = float("-inf")  # a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,8 @@ class Save:
     tail: Save | None = None  # follows when this one is done
     attempts: int = 0
     retry_s: float = 0.0
+    others_since_s: float = NOT_YET  # others write its next page
+    pause_s: float = 0.0  # between two questions whether they still do
     for_staging: bool = False  # what it waits for while it is held
 
     def with_tails(self) -> Iterable[Save]:

@@ -10,7 +10,8 @@ from kvstore.engine_adapter.save_planner import (
     TOO_LATE,
     TOO_MANY,
 )
-from kvstore.engine_adapter.store_refusals import LIMIT
+from kvstore.engine_adapter.save_waits import OTHERS_S_MAX
+from kvstore.engine_adapter.store_refusals import IN_PROGRESS, LIMIT
 
 _MORE_BLOCKS = (
     f"at most {PINNED_SHARE_MAX:.0%} of the KV blocks are pinned for saves at a time; more KV "
@@ -22,6 +23,8 @@ _WORDS = {
     TOO_MANY: f"too many requests had ended before their pages were saved: {_MORE_BLOCKS}",
     LIMIT: "the memory for writers is full: raise the server's staging_bytes, or host_bytes, of "
     "which it is a part",
+    IN_PROGRESS: f"another engine has been writing them for {OTHERS_S_MAX:.0f} s: it is very slow, "
+    "or hangs; once it ends, they can be stored again",
     NOT_COPIED: "a worker could not copy them",
     NOT_PUBLISHED: "the store did not publish them",
     "full": "the store has no room: all of its memory is in use; raise the server's host_bytes",

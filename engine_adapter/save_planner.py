@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.engine_adapter.block_pins import BlockPins
-from kvstore.engine_adapter.plan_records import NULL_BLOCK, Leaver, Save, SavePhase
+from kvstore.engine_adapter.plan_records import NOT_YET, NULL_BLOCK, Leaver, Save, SavePhase
+from kvstore.engine_adapter.save_waits import needs_pins, waits_for_others, waits_for_staging
 from kvstore.engine_adapter.store_refusals import IN_PROGRESS, LIMIT, PRESENT, Refusals
 from kvstore.engine_adapter.transfer_plan import PageSave, SaveJob
 
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from kvstore.engine_adapter.transfer_plan import SaveDone
 
 PINNED_SHARE_MAX = 0.10  # of the engine's block pool
-RETRY_S = 0.05
-ATTEMPTS_MAX = 20
-STAGING_S = 1.0  # to ask again at the latest; the end of any save that fills staging comes before
 # Reasons of this side why pages are lost.
 REUSED, TOO_LATE, TOO_MANY = "blocks reused", "too late", "too many requests"
 NOT_COPIED, NOT_PUBLISHED = "not copied", "not published"
@@ -379,10 +377,11 @@ class SavePlanner:
     ) -> None:
         """There is room up to page `stop`: the rest follows this save, or waits for the store."""
         first = max(stop, save.first)
-        rest = {page: save.pinned.pop(page) for page in range(first, save.stop)}
+        rest = {page: save.pinned.pop(page) for page in [*save.pinned] if page >= first}
         self._jobs += 1
         loads = set(save.loads)
         save.tail = replace(save, job=self._jobs, first=first, pinned=rest, loads=loads, attempts=0)
+        save.tail.others_since_s = NOT_YET
         if reason not in (LIMIT, IN_PROGRESS):
             self.refusals.refused(reason, now)
             self._drop_tail(save, state)
@@ -396,6 +395,8 @@ class SavePlanner:
                 state.stored_pages = max(state.stored_pages, save.stop)
         elif room.reason == IN_PROGRESS:
             self.counters["saves_left_to_others"] += 1
+            if state is None or state.version == save.version:
+                self.lost[IN_PROGRESS] += save.stop - max(save.first, room.start)
         else:
             self.refusals.refused(room.reason, now)
             if state is not None and state.version == save.version:
@@ -406,27 +407,26 @@ class SavePlanner:
 
     def _asks_again(self, save: Save, reason: str, now: float) -> bool:
         """Whether a save waits: others write its pages, or saves under way fill the staging."""
-        if reason not in (LIMIT, IN_PROGRESS):
+        if reason == LIMIT:
+            is_filled = any(each.count for each in self.saves.values())
+            return waits_for_staging(save, now, is_filled=is_filled)
+        if reason != IN_PROGRESS or not waits_for_others(save, now):
             return False
-        save.for_staging = reason == LIMIT
-        is_filled = save.for_staging and any(each.count for each in self.saves.values())
-        if not is_filled:
-            save.attempts += 1
-        if save.attempts > ATTEMPTS_MAX:
-            return False
-        save.phase = SavePhase.HELD
-        save.retry_s = now + (STAGING_S if is_filled else RETRY_S)
+        for each in save.with_tails() if not needs_pins(save, now) else ():
+            self.pins.unpin(each.pinned, [*each.pinned])
         return True
 
     def _cover(self, save: Save, start: int, stop: int, state: RequestState | None) -> bool:
-        """Pin pages of [start, stop) that lie before the save's own; False if they are gone.
+        """Pin pages of [start, stop) that the save has not pinned; False if they are gone.
 
         The store had them once and has evicted them, or another writer gave them up.
         """
         missing = [page for page in range(start, stop) if page not in save.pinned]
         if not missing:
             return True
-        if state is None or state.version != save.version:
+        if state is None:
+            self.lost[REUSED] += save.stop - start
+        if state is None or state.version != save.version:  # else it is planned anew
             return False
         found = {page: self._blocks(state, page) for page in missing}
         count = sum(len(blocks) for blocks in found.values())

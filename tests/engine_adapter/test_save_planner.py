@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from planner_stories import (
     PAGE,
+    Pool,
     Request,
+    Store,
     blocks_of_next_save,
     ended_over_the_cap,
     planner,
@@ -13,12 +17,16 @@ from planner_stories import (
 )
 
 from kvstore.engine_adapter.plan_records import Committed, Found, Policy, Room
+from kvstore.engine_adapter.save_losses import why_lost
 from kvstore.engine_adapter.save_planner import LEAVERS_MAX
 from kvstore.engine_adapter.transfer_plan import (
     LoadDone,
     SaveDone,
     WorkerReport,
 )
+
+if TYPE_CHECKING:
+    from kvstore.engine_adapter.planner import Planner
 
 
 def test_what_a_request_leaves_over_the_cap_is_saved_in_turns_after_its_end() -> None:
@@ -123,6 +131,105 @@ def test_staging_that_others_fill_for_long_is_a_refusal_in_the_end() -> None:
         assert now < 40
     assert not pool.pinned
     assert made.take_lost() == {"limit": 1}
+
+
+def others_write(made: Planner, store: Store, now: float, until_s: float) -> float:
+    """Every reservation is answered with "in progress" for so long."""
+    while now < until_s and any(made.held().values()):
+        if store.calls[-1][0] == "reserve":
+            made.event(Room(store.calls[-1][1], 0, (), "in progress"), now)  # type: ignore[arg-type]
+            store.calls.append(("answered",))
+        now += 0.05
+        made.take(now)
+    return now
+
+
+def one_page_ended() -> tuple[Planner, Store, Pool]:
+    made, store, pool = planner()
+    made.arrive(Request("a", PAGE + 2), Policy(load=False))
+    made.step("a", [1, 2, 3], 0, PAGE + 2, 0.0)
+    made.finished("a", [1, 2, 3], PAGE + 2, well=True, now=0.0)
+    assert pool.pinned == [1, 2]
+    return made, store, pool
+
+
+def test_pages_that_another_writes_slowly_and_gives_up_are_saved_in_the_end() -> None:
+    """They were given up after 20 tries, about a second, and counted nowhere: less than one step
+    of an engine on a CPU."""
+    made, store, pool = one_page_ended()
+    now = others_write(made, store, 0.0, 1.9)
+    assert pool.pinned == [1, 2], "for a while"
+    now = others_write(made, store, now, 20.0)
+    assert not pool.pinned, "others have a better use for the pins"
+    assert made.needs_steps
+    asked = [call for call in store.calls if call[0] == "reserve"]
+    assert 10 < len(asked) < 30, "more rarely the longer it takes"
+    while store.calls[-1][0] != "reserve":
+        now += 0.05
+        made.take(now)
+    assert blocks_of_next_save(made, 1, 0, 1) == [1, 2]
+    assert not any(made.held().values())
+    assert not made.take_lost()
+
+
+def test_pages_that_another_writes_for_ever_are_a_loss_with_its_reason() -> None:
+    made, store, pool = one_page_ended()
+    now = others_write(made, store, 0.0, 60.0)
+    assert 30 < now < 33
+    assert not pool.pinned
+    assert made.take_lost() == {"in progress": 1}
+    assert "another engine" in why_lost("in progress")
+
+
+def test_blocks_that_were_reused_while_another_wrote_their_page_are_a_loss() -> None:
+    made, store, pool = one_page_ended()
+    now = others_write(made, store, 0.0, 5.0)
+    del pool.told[2]
+    while store.calls[-1][0] != "reserve":
+        now += 0.05
+        made.take(now)
+    made.event(Room(1, 0, (0,)), now)
+    made.take(now + 0.05)
+    assert not pool.pinned
+    assert store.calls[-1] == ("abort", 1)
+    assert not any(made.held().values())
+    assert made.take_lost() == {"blocks reused": 1}
+
+
+def test_a_request_that_goes_on_saves_what_another_gave_up_from_its_own_table() -> None:
+    made, store, pool = planner()
+    request = Request("a", 2 * PAGE)
+    made.arrive(request, Policy(load=False))
+    made.step("a", [1, 2, 3, 4], 0, 2 * PAGE, 0.0)
+    now = others_write(made, store, 0.0, 10.0)
+    assert not pool.pinned
+    request.length = 3 * PAGE
+    made.step("a", [1, 2, 3, 4, 5, 6], 2 * PAGE, PAGE, now)
+    while store.calls[-1][0] != "reserve":
+        now += 0.05
+        made.take(now)
+    made.event(Room(1, 0, (0,), "limit"), now)  # for a part of it: the rest follows
+    assert sorted(pool.pinned) == [1, 2]
+    made.take(now)
+    made.report(WorkerReport(saves=(SaveDone(1, True),)), now)
+    made.event(Committed(1, 1), now)
+    assert blocks_of_next_save(made, int(str(store.calls[-1][1])), 1, 1) == [3, 4]
+    made.check()
+
+
+def test_a_request_that_is_aborted_while_another_writes_its_pages_leaves_nothing() -> None:
+    made, store, pool = planner()
+    made.arrive(Request("a", PAGE + 2), Policy(load=False))
+    made.step("a", [1, 2, 3], 0, PAGE + 2, 0.0)
+    now = others_write(made, store, 0.0, 5.0)
+    made.finished("a", [1, 2, 3], PAGE + 2, well=False, now=now)
+    while store.calls[-1][0] != "reserve":
+        now += 0.05
+        made.take(now)
+    made.event(Room(1, 0, (0,)), now)
+    assert not pool.pinned
+    assert not any(made.held().values())
+    assert made.take_lost() == {"blocks reused": 1}
 
 
 def test_room_for_a_part_is_used_and_the_rest_is_asked_for_when_there_may_be_more() -> None:
