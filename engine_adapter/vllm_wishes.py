@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OPTIONS = frozenset(
     ("load", "store", "pin_ttl_s", "session", "session_end", "priority", "next_use_s", "done")
 )
+NO_LOADS = "nothing is loaded here: kv_role, or the setting load"
 _WHERE = "kv_transfer_params.kvstore"
 
 
@@ -44,7 +45,7 @@ def policy_of(
         session=hints.conversation or (session if ends else ""),
         ends_session=ends,
         hints=hints,
-        note="not wanted" if wishes.get("load") is False else "",
+        note="not wanted" if wishes.get("load") is False else "" if may_load else NO_LOADS,
     )
 
 

@@ -11,7 +11,7 @@ from known_pages import SPEC, load, prompt, save
 from kvstore.engine_adapter.load_choice import LoadChoice, LoadMode
 from kvstore.engine_adapter.plan_records import Chain, Policy
 from kvstore.engine_adapter.vllm_settings import VllmSettings
-from kvstore.engine_adapter.vllm_wishes import OPTIONS, policy_of
+from kvstore.engine_adapter.vllm_wishes import NO_LOADS, OPTIONS, policy_of
 from kvstore.hints import Hints
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def test_every_wish_reaches_the_record_that_the_planner_obeys() -> None:
     assert wished({"session": "a"})[0].pin_ttl_s == 60.0
     assert wished({"load": False, "store": False})[0] == Policy(False, False, note="not wanted")
     assert not wished({})[0].tells
+    only_saves = policy_of({}, SETTINGS, said.append, may_load=False, may_store=True)
+    assert only_saves == Policy(load=False, note=NO_LOADS)
     assert set(wishes) <= OPTIONS
 
 
