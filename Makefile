@@ -100,7 +100,7 @@ bench: $(STAMP)
 # Each peer in an environment of its own, .venv-peers/NAME; one that can't be installed is skipped, loudly.
 bench-peers: $(STAMP)
 	@$(if $(VLLM_PYTHON),,$(MAKE) venv-vllm || echo 'vLLM could not be installed: it is skipped below')
-	@$(BIN)/python bench/peers.py --python vllm='$(VLLM_BIN)' --write docs $(PEERS_ARGS)
+	@$(BIN)/python bench/peers.py --python vllm='$(VLLM_BIN)' --write docs --readme README.md $(PEERS_ARGS)
 
 # Where LMCache does not install, the bench says so and goes on without it.
 bench-engine: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)

@@ -11,17 +11,22 @@ meanwhile meets all of them. Every byte that comes back is compared, outside the
 of the same round: the peer's seconds over ours, above 1 where ours is faster.
 
     python bench/peers.py [--json] [--tiny] [--rounds 15] [--mib 64] [--seed 0] [--only NAME,...]
-                          [--python NAME=PATH] [--write docs]
+                          [--python NAME=PATH] [--write docs] [--readme README.md]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from typing import Any
 from paired import PairedRatio, machine, paired_ratio
 from peers_environments import Missing, python_of
 from peers_report import Result, json_text, table, write_pages
+from peers_summary import put_into, summary
 
 WORKER = Path(__file__).with_name("peers") / "worker.py"
 # Name as worker.py has it, and the environment that it needs.
@@ -55,6 +61,8 @@ OURS_PAGES, OURS_INDEX = "kvstore-attached", "kvstore-array"
 PAGE_BYTES = (256 << 10, 1 << 20, 2 << 20, 4 << 20)
 PROMPT_TOKENS = (8 << 10, 32 << 10, 128 << 10)
 TINY_PAGE_BYTES, TINY_TOKENS = (64 << 10, 256 << 10), (1 << 10,)
+ANSWER_S_MAX = 120.0  # a start of vLLM or LMCache on a busy machine; a round takes seconds
+BEGUN_S = time.monotonic()
 
 
 class Failed(Exception):
@@ -76,6 +84,7 @@ class Peer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                start_new_session=True,
                 env={
                     **os.environ,
                     "HF_HUB_OFFLINE": "1",
@@ -83,7 +92,11 @@ class Peer:
                     "LMCACHE_DISABLE_BANNER": "1",
                 },
             )
-        self.version = str(self._answer("ready"))
+        try:
+            self.version = str(self._answer("ready"))
+        except Failed:
+            self.close()
+            raise
 
     def ask(self, do: str, **order: object) -> Any:
         """Its answer to one order."""
@@ -98,14 +111,19 @@ class Peer:
     def close(self) -> None:
         """Let it end what it has started, and itself."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # and servers of one that broke
+        self.process.wait()
 
     def _answer(self, key: str) -> Any:
         assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], ANSWER_S_MAX)[0]:
+            self.process.kill()
+            raise Failed(f"it did not answer within {ANSWER_S_MAX:.0f} s:\n{self._tail()}")
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"failed": f"it ended:\n{self._tail()}"}
         if "failed" in answer:
@@ -144,18 +162,21 @@ class Bench:
     def skip(self, name: str, reason: str) -> None:
         """Go on without a peer, loudly."""
         self.skipped[name] = " ".join(reason.split())[:300]
-        print(f"SKIPPED {name}: {self.skipped[name]}", file=sys.stderr, flush=True)
+        say(f"SKIPPED {name}: {self.skipped[name]}")
         if peer := self.peers.pop(name, None):
             peer.close()
 
     def run(self) -> None:
         """Pages, then look-ups."""
         self.open(PAGE_PEERS)
+        say(f"ready for pages: {', '.join(self.peers)}")
         for size in self.options.page_bytes:
             for number in range(-2, self.options.rounds):  # the first rounds warm up
                 self.pages(number, size)
+            say(f"pages of {size >> 10} KiB: done")
         self.close()
         self.open(INDEX_PEERS)
+        say(f"ready for look-ups: {', '.join(self.peers)}")
         for tokens in self.options.tokens:
             for name, peer in list(self.peers.items()):
                 self.asked(name, peer, "insert", tokens=tokens)
@@ -222,6 +243,11 @@ def _medians(taken: list[float]) -> PairedRatio:
     return paired_ratio(taken, [1.0] * len(taken))
 
 
+def say(text: str) -> None:
+    """What it is at, and how long it took to get there."""
+    print(f"[{time.monotonic() - BEGUN_S:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Measure, print, and write where it was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -234,6 +260,7 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--dir", type=Path, help="where servers keep sockets and logs")
     parser.add_argument("--write", type=Path, help="write peers.md and peers.svg into this folder")
+    parser.add_argument("--readme", type=Path, help="a page that has the summary between its marks")
     options = parser.parse_args()
     options.page_bytes, options.tokens = PAGE_BYTES, PROMPT_TOKENS
     if options.tiny:
@@ -255,8 +282,22 @@ def main() -> None:
         print(json_text(results, bench.skipped, bench.versions, options.seed, about))
     else:
         print(table(results, bench.skipped, bench.versions, about))
+    where = f"`make bench-peers`, {machine()}, no GPU, {datetime.date.today().isoformat()}"
+    said = summary(results, bench.skipped, f"{where}, load average {load}", sizes_text(options))
     if options.write:
-        write_pages(options.write, results, bench.skipped, bench.versions, about)
+        write_pages(options.write, said, results, bench.skipped, bench.versions, about)
+    if options.readme:
+        put_into(options.readme, said)
+
+
+def sizes_text(options: argparse.Namespace) -> str:
+    """Over what a range of ratios goes."""
+    first, last = (
+        f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB"
+        for size in (options.page_bytes[0], options.page_bytes[-1])
+    )
+    tokens = [count >> 10 for count in options.tokens]
+    return f"pages of {first} to {last}, prompts of {tokens[0]} to {tokens[-1]} Ki tokens"
 
 
 if __name__ == "__main__":

@@ -163,18 +163,25 @@ def json_text(
 
 def write_pages(
     folder: Path,
+    said: str,
     results: Sequence[Result],
     skipped: Mapping[str, str],
     versions: Mapping[str, str],
     about: Mapping[str, object],
 ) -> None:
-    """peers.md and peers.svg."""
+    """peers.md and peers.svg; `said` is the summary, which the README has, too."""
     page = f"""# Beside what you would pick instead
 
 Written by `make bench-peers`; [bench/peers.py](../bench/peers.py) says what is compared, and how.
 More on peers, with sources: [comparison.md](comparison.md).
 
 ![This store beside its peers](peers.svg)
+
+## In short
+
+{said}
+
+## All figures
 
 {table(results, skipped, versions, about)}
 """

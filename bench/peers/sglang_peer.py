@@ -134,8 +134,10 @@ class RustTree(IndexPeer):
 
         self.torch = torch
         [folder] = [Path(each) for each in sys.path if (Path(each) / "sglang" / "srt").is_dir()]
-        [file] = (folder / "sglang/srt/mem_cache/rust_tree_core").glob("mem_cache.*.so")
-        spec = importlib.util.spec_from_file_location("mem_cache", file)
+        files = [*(folder / "sglang/srt/mem_cache/rust_tree_core").glob("mem_cache.*.so")]
+        if not files:
+            raise RuntimeError("this wheel of SGLang brings no Rust tree core (mem_cache.*.so)")
+        spec = importlib.util.spec_from_file_location("mem_cache", files[0])
         assert spec is not None
         assert spec.loader is not None
         self.core = importlib.util.module_from_spec(spec)
