@@ -217,7 +217,8 @@ def tried_otherwise(command: str) -> bool:
         done = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return True
-    if words[:3] == ["pip", "install", words[-1]] and "kvstore-llm" in words[-1]:
+    package = r"(kvstore-llm|\.)(\[|$)"  # by its name, or the clone
+    if words[:3] == ["pip", "install", words[-1]] and re.match(package, words[-1]):
         project = (ROOT / "pyproject.toml").read_text()
         for extra in re.findall(r"\[([\w,]+)\]", words[-1]):
             assert all(

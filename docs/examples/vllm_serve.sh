@@ -1,6 +1,6 @@
 #!/bin/sh
 # vLLM with the plug-in: prompts and answers are there after a restart, and in other replicas.
-#     pip install vllm kvstore-llm
+#     pip install vllm && pip install .     (the latter in the clone)
 #     sh vllm_serve.sh MODEL [DIR or kvstore://unix:/path] [more flags of vllm serve]
 # Two replicas: run it twice with the same DIR and another --port.
 set -eu
