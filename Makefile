@@ -98,14 +98,17 @@ bench: $(STAMP)
 	@for each in $(BENCHES); do echo "== bench/$$each.py"; $(BIN)/python bench/$$each.py || exit 1; done
 
 # Each peer in an environment of its own, .venv-peers/NAME; one that can't be installed is skipped, loudly.
+# LMCache's of bench-engine serves here, too, where it is made already.
+LMCACHE_HAS := $(or $(LMCACHE_PYTHON),$(if $(wildcard $(LMCACHE_STAMP)),$(LMCACHE_BIN)))
 bench-peers: $(STAMP)
 	@$(if $(VLLM_PYTHON),,$(MAKE) venv-vllm || echo 'vLLM could not be installed: it is skipped below')
-	@$(BIN)/python bench/peers.py --python vllm='$(VLLM_BIN)' --write docs --readme README.md $(PEERS_ARGS)
+	@$(BIN)/python bench/peers.py --python vllm='$(VLLM_BIN)' $(if $(LMCACHE_HAS),--python lmcache='$(LMCACHE_HAS)') --write docs --readme README.md $(PEERS_ARGS)
 
-# Where LMCache does not install, the bench says so and goes on without it.
+# Where LMCache does not install, the bench says so and goes on without it. A killed run leaves what it
+# has measured in bench-engine.json; again for some workloads: BENCH_ARGS='--join --workloads chat'
 bench-engine: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
 	@$(if $(LMCACHE_PYTHON),,$(MAKE) --no-print-directory venv-lmcache || echo 'LMCache does not install here.')
-	@TEST_VLLM_PYTHON='$(VLLM_BIN)' BENCH_LMCACHE_PYTHON='$(LMCACHE_BIN)' $(BIN)/python bench/engine.py --write docs $(BENCH_ARGS)
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' BENCH_LMCACHE_PYTHON='$(LMCACHE_BIN)' $(BIN)/python bench/engine.py --write docs --readme README.md --results bench-engine.json $(BENCH_ARGS)
 
 # After a change of kvstore/kvstore.proto; a test compares.
 proto: $(STAMP)

@@ -9,6 +9,8 @@ engine_WORKLOAD_ARM_over_vllm    TTFT over that of vLLM's own prefix cache with 
                                  <= 1.3 for long documents (tile, random) and chats
 engine_unique_ARM_over_vllm      tokens a second of prompts that nobody has stored, all saved, over
                                  vLLM as it is without a connector; budget >= 0.97
+engine_unique_ARM_saved          whole pages of those prompts that are in the store afterwards, over
+                                 all there were; budget >= 0.99
 engine_WORKLOAD_restart_hits     tokens reused after kill -9 of engine and server, over those that
                                  vLLM's own prefix cache reuses without any restart; budget >= 0.9
 
@@ -16,50 +18,62 @@ Ends with 1 if an answer of ours differs from that without a cache where the cho
 Engines run in .venv-vllm, LMCache's in .venv-lmcache, or in the Pythons named; `make bench-engine`
 makes both. Where there is no LMCache it says so and goes on.
 
+What was measured is in the file of --results after each workload, also when the run is killed.
+--join keeps what is there of other workloads and arms; --no-run only writes the page of it:
+
+    make bench-engine BENCH_ARGS='--join --workloads chat,unique'
+    make bench-engine BENCH_ARGS=--no-run
+
     python bench/engine.py [--json] [--tiny] [--seed 0] [--workloads tile,random,...]
                            [--arms "none,vllm,embedded,lmcache;vllm,service,restart"]
-                           [--write FOLDER] [--python PATH] [--lmcache-python PATH] [--model DIR]
-                           [--load auto] [--dir DIR]
+                           [--results FILE] [--join] [--no-run] [--write FOLDER] [--readme FILE]
+                           [--model DIR] [--python PATH] [--lmcache-python PATH] [--load auto]
+                           [--dir DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from engine_arms import ARMS, Arm, Place, Restarted, why_no_lmcache
+from engine_arms import ARMS, BLOCK_TOKENS, Arm, Place, Restarted, versions_of, why_no_lmcache
 from engine_report import (
-    Cell,
-    Results,
     as_dicts,
     drawing,
     is_ours,
+    not_unlimited,
     page,
     ratios_of,
     rows_of,
+    short,
     table,
     verdicts,
 )
-from engine_workloads import TINY, Size, Workload, make_workloads
+from engine_results import REFERENCE, Cell, OtherRunError, Results, joined, read, write
+from engine_workloads import TINY, Size, Workload, fills, make_workloads, reusable
 from engines import MODEL, ROOT, SPIN_S, find_python
 from paired import json_line, machine
+from readme_block import put_into
 
 from kvstore.engine_adapter.demo_vllm import long_prompt
 from kvstore.engine_adapter.demo_vllm_engine import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from engine_workloads import Round
 
 TEXT_TOKENS = 100_000
-REFERENCE = "none"
+PICTURE = "![Median time to first token, by workload and cache](docs/engine.svg)"
+REST = "the rest"
 GROUPS = "none,vllm,embedded,lmcache;vllm,service,restart"
 
 
@@ -75,12 +89,12 @@ class Bench:
         self.skipped: dict[str, str] = {}
         self.found: Results = {}
 
-    def measure(self, groups: list[list[str]]) -> None:
-        """All workloads in all arms of these names that can be had, one group after the other."""
+    def measure(self, groups: list[list[str]]) -> Iterator[None]:
+        """All workloads in all arms of these names that can be had; stops after each of them."""
         for names in groups:
-            self._measure(names)
+            yield from self._measure(names)
 
-    def _measure(self, names: list[str]) -> None:
+    def _measure(self, names: list[str]) -> Iterator[None]:
         with contextlib.ExitStack() as ends:
             started = [arm for name in names if (arm := self._started(name, ends)) is not None]
             arms = [arm for arm in started if self._is_filled(arm)]
@@ -90,8 +104,10 @@ class Bench:
                     arm.start()
                     arm.wait_ready()
             self._say("all engines are ready")
+            time.sleep(self.idle_s)
             for workload in self.workloads:
                 self._ask(workload, arms)
+                yield
 
     def _started(self, name: str, ends: contextlib.ExitStack) -> Arm | None:
         """All begin at once: a start waits for the disk, too."""
@@ -99,7 +115,7 @@ class Bench:
             self._skip(name, why)
             return None
         if issubclass(ARMS[name], Restarted) and not any(each.fill for each in self.workloads):
-            self._skip(name, "nothing is stored before the restart")
+            self._say(f"not asked: {name}: nothing is stored before the restart")
             return None
         arm = ends.enter_context(ARMS[name](self.place, name))
         try:
@@ -129,7 +145,7 @@ class Bench:
         self._say(f"SKIPPED: {name.upper()}: {why}")
 
     def _fill(self, arm: Arm) -> None:
-        rounds = [each for workload in self.workloads for each in workload.fill if arm.fills]
+        rounds = fills(self.workloads) if arm.fills else []
         for each in rounds:
             arm.ask(each, self.size.answer)
         if rounds:
@@ -139,19 +155,43 @@ class Bench:
     def _ask(self, workload: Workload, arms: list[Arm]) -> None:
         # A prompt that is new to the store is new to it after a restart, too.
         asked = [arm for arm in arms if not (workload.together and isinstance(arm, Restarted))]
-        cells = {arm.name: Cell(arm.name) for arm in asked}
+        cells = {arm.name: Cell(arm.name, load=round(LOAD, 1)) for arm in asked}
+        for arm in asked:
+            if workload.together and arm.pages != 0:  # an empty store would not settle
+                arm.settle()
         for number, prompts in enumerate(workload.ask):
             for arm in self.rng.sample(asked, len(asked)):
-                begun_s = time.perf_counter()
-                answers = arm.ask(prompts, self.size.answer, together=workload.together)
-                seconds = time.perf_counter() - begun_s
-                if workload.together:
-                    arm.settle()
+                try:
+                    self._turn(arm, workload, prompts, cells[arm.name], warm=number > 0)
+                except EngineError as exc:
+                    self._failed(arm, exc)
+                    arms.remove(arm)
+                    asked.remove(arm)
+                    del cells[arm.name]
                 time.sleep(self.idle_s)
-                if number or not workload.together:  # that one warms up
-                    cells[arm.name].add(answers, seconds)
         self.found.setdefault(workload.name, []).append(cells)
         self._say(f"{workload.title}: asked")
+
+    def _turn(
+        self, arm: Arm, workload: Workload, prompts: Round, cell: Cell, *, warm: bool
+    ) -> None:
+        """One round of one arm; of prompts that come together, a first round only warms up."""
+        if not workload.together:
+            begun_s = time.perf_counter()
+            answers = arm.ask(prompts, self.size.answer)
+            cell.add(answers, time.perf_counter() - begun_s)
+            return
+        lead, counted = prompts[: workload.lead], prompts[workload.lead :]
+        answers, seconds = arm.ask_together(lead, counted, self.size.answer)
+        before = arm.pages
+        arm.settle()
+        if warm:
+            cell.add(answers, seconds)
+        if arm.pages is not None and before is not None:
+            # The last token of an answer has no KV.
+            ends = (len(prompt) + self.size.answer - 1 for prompt in prompts)
+            cell.whole_pages += sum(end // BLOCK_TOKENS for end in ends)
+            cell.kept_pages += arm.pages - before
 
     def _say(self, text: str) -> None:
         print(f"[{time.perf_counter() - BEGUN_S:4.0f} s] {text}", file=sys.stderr, flush=True)
@@ -187,72 +227,145 @@ def parsed() -> argparse.Namespace:
         "--arms", default=GROUPS, help="engines that live beside each other; groups"
     )
     parser.add_argument("--workloads", default="", help="by default all")
+    parser.add_argument("--results", type=Path, help="a file that has what was measured so far")
+    parser.add_argument("--join", action="store_true", help="with what is in that file already")
+    parser.add_argument("--no-run", action="store_true", help="measure nothing, only write")
     parser.add_argument("--write", type=Path, help="a folder for engine.md and engine.svg")
+    parser.add_argument("--readme", type=Path, help="a page that has the short form, between marks")
     parser.add_argument("--python", default="", help="a Python that has vLLM")
     parser.add_argument("--lmcache-python", default="", help="one that has vLLM and LMCache")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--load", default="auto", help="our connector's setting")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the stores are made")
     options = parser.parse_args()
-    options.python = find_python(options)
+    if (options.join or options.no_run) and not options.results:
+        parser.error("--join and --no-run need --results FILE")
     own = ROOT / ".venv-lmcache" / "bin" / "python"
     named = options.lmcache_python or os.environ.get("BENCH_LMCACHE_PYTHON", "")
     options.lmcache_python = named or (str(own) if own.exists() else "")
     return options
 
 
+class Outcome:
+    """What this run found together with what it goes on from: kept in a file, and shown."""
+
+    def __init__(self, options: argparse.Namespace, every: list[Workload]) -> None:
+        self.options = options
+        self.every = every
+        self.about = {
+            "seed": options.seed,
+            "tiny": options.tiny,
+            "machine": machine(),
+            "model": options.model.name,
+            "load_setting": options.load,
+        }
+        self.old: Results = {}
+        self.versions: list[str] = []
+        self.skipped: dict[str, str] = {}
+        if options.join or options.no_run:
+            try:
+                self.old, notes = read(options.results, self.about)
+            except OtherRunError as exc:
+                raise SystemExit(str(exc)) from None
+            self.versions, self.skipped = notes["versions"], notes["skipped"]
+            if options.join:
+                self.skipped.pop(REST, None)  # which comes now, or is asked for otherwise
+        self.found = self.old
+
+    def take(self, found: Results, skipped: dict[str, str]) -> None:
+        """What there is by now; into the file at once."""
+        self.found = joined(self.old, found)
+        measured = {arm for groups in self.found.values() for group in groups for arm in group}
+        kept = {name: why for name, why in self.skipped.items() if name not in measured}
+        self.skipped = kept | skipped
+        if self.options.results:
+            notes = {"versions": self.versions, "skipped": self.skipped}
+            write(self.options.results, self.about, self.found, notes)
+
+    def report(self) -> None:
+        """In the form that is wanted."""
+        rows, ratios = rows_of(self.found, REFERENCE), ratios_of(self.found)
+        shown = [workload for workload in self.every if workload.name in self.found]
+        notes = not_unlimited(rows, reusable(shown, BLOCK_TOKENS))
+        notes += [f"Skipped: {name}: {why}" for name, why in self.skipped.items()]
+        cells = [c for groups in self.found.values() for group in groups for c in group.values()]
+        dates = _from_to([cell.date for cell in cells])
+        if self.options.write and rows:
+            versions = ", ".join(self.versions) or "versions unknown"
+            said = f"`make bench-engine`, SmolLM2-135M, {versions}, {machine()}, no GPU, {dates}"
+            said = short(ratios, shown, said)
+            where = {
+                "short": said,
+                "versions": versions,
+                "machine": machine(),
+                "date": dates,
+                "seed": self.options.seed,
+                "load": _from_to([f"{cell.load:.1f}" for cell in cells]),
+            }
+            self.options.write.mkdir(parents=True, exist_ok=True)
+            text = page(rows, shown, ratios, notes, **where)
+            (self.options.write / "engine.md").write_text(text, encoding="ascii")
+            text = drawing(rows, shown, f"{machine()}, no GPU, {dates}; make bench-engine")
+            (self.options.write / "engine.svg").write_text(text, encoding="ascii")
+            if self.options.readme:
+                put_into(self.options.readme, "engine.md", f"{PICTURE}\n\n{said}")
+        if self.options.json:
+            more = {"cells": as_dicts(rows), "skipped": self.skipped, "notes": notes}
+            print(json_line(ratios, self.options.seed, **more))
+        else:
+            print(f"{machine()}; seed {self.options.seed}; {time.perf_counter() - BEGUN_S:.0f} s")
+            print("\n".join([table(rows, shown), *verdicts(ratios), *notes]))
+        wrong = [row for row in rows if row.wrong and is_ours(row.arm)]
+        if wrong:
+            raise SystemExit(f"answers differ where the choice was clear: {wrong}")
+
+
+def _from_to(texts: Sequence[str]) -> str:
+    first, last = min(texts, default="?"), max(texts, default="?")
+    return first if first == last else f"{first} to {last}"
+
+
 def main() -> None:
     """Measure and print."""
     options = parsed()
-    if not options.python:
+    size = TINY if options.tiny else Size()
+    options.python = "" if options.no_run else find_python(options)
+    if not options.python and not options.no_run:
         print("SKIPPED: NO VLLM here; set TEST_VLLM_PYTHON", file=sys.stderr)
         print(json_line({}, options.seed, skipped={"all": "no vLLM"}))
         return
+    every = make_workloads(long_prompt(options.model, TEXT_TOKENS), size, options.seed)
+    wanted = options.workloads.split(",") if options.workloads else [w.name for w in every]
+    if unknown := {*wanted} - {workload.name for workload in every}:
+        raise SystemExit(f"no such workloads: {sorted(unknown)}")
+    outcome = Outcome(options, every)
+    if not options.no_run:
+        run(options, [each for each in every if each.name in wanted], size, outcome)
+    outcome.report()
+
+
+def run(
+    options: argparse.Namespace, workloads: list[Workload], size: Size, outcome: Outcome
+) -> None:
+    """Measure; what there is is shown as well when the run is broken off, by SIGTERM too."""
     os.environ["PYTHONPATH"] = str(ROOT)
-    size = TINY if options.tiny else Size()
-    workloads = make_workloads(long_prompt(options.model, TEXT_TOKENS), size, options.seed)
-    wanted = options.workloads.split(",") if options.workloads else [w.name for w in workloads]
-    workloads = [each for each in workloads if each.name in wanted]
+    signal.signal(signal.SIGTERM, _break_off)
+    outcome.versions = versions_of(options.python, options.lmcache_python)
     with places(options) as place:
         bench = Bench(place, workloads, size, options.seed)
         try:
-            bench.measure([each.split(",") for each in options.arms.split(";")])
+            for _ in bench.measure([each.split(",") for each in options.arms.split(";")]):
+                outcome.take(bench.found, bench.skipped)
         except (EngineError, KeyboardInterrupt) as exc:
-            bench.skipped["the rest"] = f"broken off: {exc!r}"
-            report(options, bench, bench.found)
+            outcome.take(bench.found, bench.skipped | {REST: f"broken off: {exc!r}"})
+            options.write = None  # no page of a part, unless --no-run asks for it
+            outcome.report()
             raise
-    report(options, bench, bench.found)
+    outcome.take(bench.found, bench.skipped)
 
 
-def report(options: argparse.Namespace, bench: Bench, found: Results) -> None:
-    """What was measured, in the form that is wanted."""
-    rows = rows_of(found, REFERENCE)
-    ratios = ratios_of(found)
-    if options.write:
-        where = {
-            "machine": machine(),
-            "date": datetime.date.today().isoformat(),
-            "seed": options.seed,
-            "load": f"{LOAD:.1f} before, {os.getloadavg()[1]:.1f} in the last five minutes",
-        }
-        options.write.mkdir(parents=True, exist_ok=True)
-        text = page(rows, bench.workloads, ratios, bench.skipped, **where)
-        (options.write / "engine.md").write_text(text, encoding="ascii")
-        text = drawing(rows, bench.workloads, machine())
-        (options.write / "engine.svg").write_text(text, encoding="ascii")
-    if options.json:
-        more = {"cells": as_dicts(rows), "skipped": bench.skipped}
-        print(json_line(ratios, options.seed, **more))
-    else:
-        print(f"{machine()}; seed {options.seed}; {time.perf_counter() - BEGUN_S:.0f} s")
-        print(table(rows, bench.workloads))
-        for line in verdicts(ratios):
-            print(line)
-        for name, why in bench.skipped.items():
-            print(f"SKIPPED: {name}: {why}")
-    wrong = [row for row in rows if row.wrong and is_ours(row.arm)]
-    if wrong:
-        raise SystemExit(f"answers differ where the choice was clear: {wrong}")
+def _break_off(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

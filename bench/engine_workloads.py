@@ -45,8 +45,9 @@ class Size:
     retrieved: int = 3
     rag_rounds: int = 2
     rag_batch: int = 6
-    unique_rounds: int = 8  # the first one is not counted
-    unique_batch: int = 4
+    unique_rounds: int = 7  # the first one is not counted
+    unique_batch: int = 6
+    unique_lead: int = 2
     unique: int = 1000
     answer: int = 8
 
@@ -71,6 +72,7 @@ TINY = Size(
     rag_batch=2,
     unique_rounds=3,
     unique_batch=2,
+    unique_lead=1,
     unique=140,
     answer=2,
 )
@@ -85,6 +87,7 @@ class Workload:
     fill: tuple[Round, ...]
     ask: tuple[Round, ...]
     together: bool = False  # the prompts of a round at once, else one after the other
+    lead: int = 0  # so many of a round are asked right before the others, and are not counted
 
 
 class Texts:
@@ -114,7 +117,7 @@ def make_workloads(text: Sequence[int], size: Size, seed: int) -> list[Workload]
     rounds = [again[at : at + size.documents] for at in range(0, len(again), size.documents)]
     return [
         tile,
-        replace(tile, name="random", title="Long documents, random", fill=(), ask=tuple(rounds)),
+        replace(tile, name="random", title="Long documents, random", ask=tuple(rounds)),
         chats(Texts(text, f"chats {seed}"), size),
         shared_prefix(Texts(text, f"prefix {seed}"), size),
         retrieval(Texts(text, f"rag {seed}"), size),
@@ -180,6 +183,36 @@ def retrieval(texts: Texts, size: Size) -> Workload:
 
 
 def unique(texts: Texts, size: Size) -> Workload:
-    """Nothing is there, all of it is saved."""
-    rounds = [texts.many(size.unique_batch, size.unique) for _ in range(size.unique_rounds)]
-    return Workload("unique", "100 % unique prompts", (), tuple(rounds), together=True)
+    """Nothing is there, all of it is saved: at the end as much is still to save as at the begin."""
+    count = size.unique_lead + size.unique_batch
+    rounds = tuple(texts.many(count, size.unique) for _ in range(size.unique_rounds))
+    return Workload(
+        "unique", "100 % unique prompts", (), rounds, together=True, lead=size.unique_lead
+    )
+
+
+def fills(workloads: Sequence[Workload]) -> list[Round]:
+    """What is asked first for all of them, once where several build on the same."""
+    found: list[Round] = []
+    for workload in workloads:
+        found += [each for each in workload.fill if each not in found]
+    return found
+
+
+def reusable(workloads: Sequence[Workload], block: int) -> dict[str, int]:
+    """Tokens of each workload in a prefix cache from which nothing leaves; the last is computed."""
+    seen = {name for each in fills(workloads) for prompt in each for name in _blocks(prompt, block)}
+    found = {}
+    for workload in workloads:
+        found[workload.name] = 0
+        for prompt in (prompt for each in workload.ask for prompt in each):
+            names = _blocks(prompt, block)
+            useful = names[: (len(prompt) - 1) // block]
+            hits = next((at for at, name in enumerate(useful) if name not in seen), len(useful))
+            found[workload.name] += hits * block
+            seen |= set(names)
+    return found
+
+
+def _blocks(prompt: Prompt, block: int) -> list[int]:
+    return [hash(tuple(prompt[:end])) for end in range(block, len(prompt) + 1, block)]

@@ -34,7 +34,8 @@ from typing import Any
 from paired import PairedRatio, machine, paired_ratio
 from peers_environments import Missing, python_of
 from peers_report import Result, json_text, table, write_pages
-from peers_summary import put_into, summary
+from peers_summary import summary
+from readme_block import put_into
 
 WORKER = Path(__file__).with_name("peers") / "worker.py"
 # Name as worker.py has it, and the environment that it needs.
@@ -287,7 +288,7 @@ def main() -> None:
     if options.write:
         write_pages(options.write, said, results, bench.skipped, bench.versions, about)
     if options.readme:
-        put_into(options.readme, said)
+        put_into(options.readme, "peers.md", said)
 
 
 def sizes_text(options: argparse.Namespace) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from readme_block import SHORT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -177,7 +179,7 @@ More on peers, with sources: [comparison.md](comparison.md).
 
 ![This store beside its peers](peers.svg)
 
-## In short
+{SHORT}
 
 {said}
 
@@ -229,7 +231,7 @@ def picture(results: Sequence[Result], run_bytes: int, about: Mapping[str, objec
             parts.append(f'<text x="{LEFT + length + 8:.1f}" y="{y + 13}">{text}</text>')
             y += ROW
         y += 6
-    note = f"make bench-peers, {about['machine']}, {datetime.date.today().isoformat()}"
+    note = f"make bench-peers, {about['machine']}, no GPU, {datetime.date.today().isoformat()}"
     parts.append(f'<text class="note" x="12" y="{y + 16}">{escape(note)}</text>')
     height = y + 28
     label = escape("This store beside its peers. " + verdict(results), quote=True)

@@ -1,8 +1,4 @@
-"""What bench/peers.py found, in a few sentences that are true for any outcome: README and page.
-
-The README has them between two marks and a test compares them with docs/peers.md, so neither can be
-of another run than the other. Pure, but for put_into().
-"""
+"""What bench/peers.py found, in a few sentences that are true for any outcome. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +9,9 @@ from peers_report import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from peers_report import Result
 
-BEGIN, END = "<!-- from docs/peers.md: make bench-peers -->", "<!-- until here -->"
 WIDTH = 112
 WORK = {"store": "Stores", "load": "Loads", "match": "Look-ups, from an array of tokens"}
 PEERS = {
@@ -96,17 +90,3 @@ def _span(ratios: Sequence[float]) -> str:
 
 def _short(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
-
-
-def block_of(text: str) -> str:
-    """What stands between the marks."""
-    return text.partition(BEGIN)[2].partition(END)[0].strip("\n")
-
-
-def put_into(file: Path, said: str) -> None:
-    """Replace what stands between the marks; without marks the file stays as it is."""
-    text = file.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if begin and end:
-        file.write_text(f"{before}{BEGIN}\n{said}\n{END}{after}")

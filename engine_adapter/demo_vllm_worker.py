@@ -58,11 +58,12 @@ class Engine:
         """
         if together:
             self._engine.engine_core.call_utility("pause_scheduler", "keep", False)
+        began_s, aborted = time.perf_counter(), set()
         asked = {self._add(request): request for request in requests}
         if together:
             time.sleep(LOOKUP_S)
             self._engine.engine_core.call_utility("resume_scheduler")
-        began_s, aborted = time.perf_counter(), set()
+            began_s = time.perf_counter()
         found: dict[str, dict[str, Any]] = {}
         gave = 0
         for step in itertools.count():

@@ -127,22 +127,22 @@ def test_the_summary_tells_slower_ways_to_ask_ours_and_who_is_missing(bench: Any
 
 
 def test_the_readme_says_of_peers_what_their_page_says(bench: Any) -> None:
-    summary = bench("peers_summary")
-    said = summary.block_of((BENCH.parent / "README.md").read_text())
-    page = (BENCH.parent / "docs" / "peers.md").read_text()
-    short = page.partition("## In short\n")[2].partition("\n## ")[0].strip()
-    assert said == short
-    assert len(short) > 500
+    block = bench("readme_block")
+    said = block.block_of((BENCH.parent / "README.md").read_text(), "peers.md")
+    assert said == block.short_of((BENCH.parent / "docs" / "peers.md").read_text())
+    assert len(said) > 500
 
 
 def test_a_run_replaces_what_stands_between_the_marks_and_nothing_else(
     bench: Any, tmp_path: Path
 ) -> None:
-    summary = bench("peers_summary")
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
-    summary.put_into(page, "new\nlines")
-    assert page.read_text() == f"before\n{summary.BEGIN}\nnew\nlines\n{summary.END}\nafter\n"
+    block, page = bench("readme_block"), tmp_path / "README.md"
+    other = f"{block.begin('other.md')}\nother\n{block.END}"
+    page.write_text(f"before\n{other}\n{block.begin('a.md')}\nold\n{block.END}\nafter\n")
+    block.put_into(page, "a.md", "new\nlines")
+    wanted = f"before\n{other}\n{block.begin('a.md')}\nnew\nlines\n{block.END}\nafter\n"
+    assert page.read_text() == wanted
+    assert block.block_of(wanted, "a.md") == "new\nlines"
     page.write_text("no marks\n")
-    summary.put_into(page, "new")
+    block.put_into(page, "a.md", "new")
     assert page.read_text() == "no marks\n"
