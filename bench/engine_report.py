@@ -250,7 +250,7 @@ def short(ratios: Mapping[str, PairedRatio], workloads: Sequence[Workload], wher
     asked = [arm for arm in ARMS if arm != OWN and any(f"_{arm}_over_" in key for key in ratios)]
     first = (
         f"{where}. Time to first token over that of vLLM's own prefix cache with room for all, "
-        "median of the same prompts; the last line is the time for prompts that nobody has stored:"
+        "median of the same prompts; for those that are 100 % unique the time for all of them:"
     )
     head = " | ".join(ARMS[arm].short for arm in asked)
     lines = [fill(first, WIDTH), "", f"| | {head} |", "|---" * (1 + len(asked)) + "|"]

@@ -61,8 +61,8 @@ def _standing(rows: Sequence[Result]) -> str:
         return "ahead or **behind**, by size:"
     if ahead or behind:
         word = "ahead of" if ahead else "**behind**"
-        return f"{word} or level with" if open_ else word
-    return "level with"
+        return f"{word}, or not told apart from," if open_ else word
+    return "not told apart from"
 
 
 def _of_other(name: str, results: Sequence[Result]) -> str:
