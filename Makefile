@@ -56,7 +56,7 @@ help:
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
 	@echo 'make bench-peers  this store beside Mooncake, Redis, LMCache, SGLang and vLLM; installs 2 GB and vLLM'
-	@echo 'make bench-engine  vLLM under several workloads: no cache, its own, LMCache, ours; a quarter of an hour'
+	@echo 'make bench-engine  vLLM under several workloads: no cache, its own, LMCache, ours; half an hour'
 	@echo 'make proto   the generated code of the service, after a change of kvstore.proto'
 	@echo 'make clean   remove .venv and everything built here'
 
