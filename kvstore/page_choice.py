@@ -86,36 +86,7 @@ class Choice:
     kept_above: int
 
 
-def choose(
-    state: StoreState, selection: Selection, *, include_pinned: bool, tier: int | None
-) -> Choice:
-    """What of a selection, with all below it, may go now: of one tier only, if that is given."""
-    with state.lock:
-        state.require_open()
-        state.index.expire_pins(state.clock())
-    pages = _named(state, selection)
-    held = _held(state, pages, include_pinned)
-    there = np.ones(len(pages), np.bool_) if tier is None else pages.states >> tier & 1 == 1
-    free = going = there & (held == _FREE)
-    if tier is not None:
-        going = _may_leave(pages, free, tier)
-    order = np.argsort(pages.depths, kind="stable")[::-1]
-    order = order[going[order]]
-    above = pages.parents[order]
-    is_inner = np.zeros(len(pages), np.bool_)
-    is_inner[above[above >= 0]] = True
-    return Choice(
-        ids=pages.ids[order],
-        sequences=pages.sequences[order],
-        chains=int(np.count_nonzero(going & ~is_inner)),
-        payload_bytes=int(pages.sizes[order].sum(dtype=np.int64)),
-        kept_leased=int(np.count_nonzero(there & (held == _LEASED))),
-        kept_pinned=int(np.count_nonzero(there & (held == _PINNED))),
-        kept_above=int(np.count_nonzero(free & ~going)),
-    )
-
-
-def _named(state: StoreState, selection: Selection) -> Pages:
+def named(state: StoreState, selection: Selection) -> Pages:
     """The pages that a selection names, each with all below it."""
     tops = _tops(state, selection) if selection.prefix is not None else None
     fits = _condition(state, selection)
@@ -135,6 +106,39 @@ def _named(state: StoreState, selection: Selection) -> Pages:
     if tops is not None:
         pages = pages.only(_with_all_below(pages, pages.begins))
     return pages.only(_with_all_below(pages, pages.named))
+
+
+def choose(
+    state: StoreState,
+    pages: Pages,
+    *,
+    include_pinned: bool,
+    tier: int | None,
+    include_leased: bool = False,
+) -> Choice:
+    """What of the named pages may go now: of one tier only, if that is given."""
+    with state.lock:
+        state.require_open()
+        state.index.expire_pins(state.clock())
+    held = _held(state, pages, include_pinned, include_leased)
+    there = np.ones(len(pages), np.bool_) if tier is None else pages.states >> tier & 1 == 1
+    free = going = there & (held == _FREE)
+    if tier is not None:
+        going = _may_leave(pages, free, tier)
+    order = np.argsort(pages.depths, kind="stable")[::-1]
+    order = order[going[order]]
+    above = pages.parents[order]
+    is_inner = np.zeros(len(pages), np.bool_)
+    is_inner[above[above >= 0]] = True
+    return Choice(
+        ids=pages.ids[order],
+        sequences=pages.sequences[order],
+        chains=int(np.count_nonzero(going & ~is_inner)),
+        payload_bytes=int(pages.sizes[order].sum(dtype=np.int64)),
+        kept_leased=int(np.count_nonzero(there & (held == _LEASED))),
+        kept_pinned=int(np.count_nonzero(there & (held == _PINNED))),
+        kept_above=int(np.count_nonzero(free & ~going)),
+    )
 
 
 def _with_all_below(pages: Pages, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -306,8 +310,10 @@ def _are(
     return same
 
 
-def _held(state: StoreState, pages: Pages, include_pinned: bool) -> NDArray[np.uint8]:
-    """By row, what keeps a page: a lease or a pin on it or below it, of several the topmost."""
+def _held(
+    state: StoreState, pages: Pages, include_pinned: bool, include_leased: bool
+) -> NDArray[np.uint8]:
+    """By row, what keeps a page: a pin on it or below it, else a lease there."""
     rows = np.flatnonzero(pages.states & HELD)
     rows = rows[np.argsort(pages.depths[rows], kind="stable")]
     found = []
@@ -318,12 +324,12 @@ def _held(state: StoreState, pages: Pages, include_pinned: bool) -> NDArray[np.u
                 page, table = int(pages.ids[row]), state.index.table
                 if not table.is_live(page) or table.sequence[page] != pages.sequences[row]:
                     continue
-                if state.is_leased(page):
-                    found.append((row, _LEASED))
-                elif not include_pinned and state.is_pinned(page):
+                if not include_pinned and state.is_pinned(page):
                     found.append((row, _PINNED))
+                elif not include_leased and state.is_leased(page):
+                    found.append((row, _LEASED))
     held = np.zeros(len(pages), np.uint8)
-    for row, reason in found:
+    for row, reason in sorted(found, key=lambda each: each[1] == _LEASED):
         while row >= 0 and held[row] == _FREE:
             held[row] = reason
             row = int(pages.parents[row])

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.ghost_list import Left
-from kvstore.page_choice import choose
+from kvstore.page_choice import choose, named
 from kvstore.page_sweep import ROWS_A_HOLD
 from kvstore.state import DISK, HOST
 from kvstore.tenant import check_name
@@ -126,7 +126,13 @@ def evict(
     Without `share` the pages stay in Redis, for the other stores.
     """
     tier = TIERS[selection.tier] if selection.tier is not None else None
-    choice = choose(state, selection, include_pinned=include_pinned, tier=tier)
+    pages = named(state, selection)
+    queues = _Queues(state, [writer, share.writer if share is not None else None])
+    if not dry_run and tier is None:  # what waits to be written is leased until then
+        queues.leave(
+            choose(state, pages, include_pinned=include_pinned, tier=None, include_leased=True)
+        )
+    choice = choose(state, pages, include_pinned=include_pinned, tier=tier)
     report = Eviction(
         choice.chains,
         len(choice.ids),
@@ -143,8 +149,6 @@ def evict(
         left = sum(_leave_step(state, *step, tier, why) for step in _steps(state, choice))
         trouble = "evicted"
     else:
-        queues = _Queues(state, [writer, share.writer if share is not None else None])
-        queues.leave(choice)
         left = 0
         for step in _steps(state, choice):
             left += _remove_step(state, *step, include_pinned, queues, gone, why)
@@ -238,11 +242,11 @@ class _Queues:
         self._deadline = state.clock() + WRITE_WAIT_S  # to wait until then, for all pages together
 
     def leave(self, choice: Choice) -> None:
-        """Take all of them out of the queues, in pieces, so that nothing is written in vain."""
+        """Take all of them out of the queues, in pieces, and wait for what is on its way."""
         for at in range(0, len(choice.ids), ROWS_A_HOLD):
             part = slice(at, at + ROWS_A_HOLD)
             with self._state.lock:
-                self._cancel(choice.ids[part], choice.sequences[part])
+                self.wait_for(choice.ids[part], choice.sequences[part])
             self._state.breathe()
 
     def wait_for(self, pages: NDArray[np.int32], sequences: NDArray[np.uint64]) -> None:

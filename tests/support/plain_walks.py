@@ -23,11 +23,13 @@ def plain_eviction(store: Store, chosen: Selection, *, include_pinned: bool = Fa
     state = store.state
     table, tier = state.index.table, {None: None, "host": HOST, "disk": DISK}[chosen.tier]
     pages = with_all_below(state, named(state, chosen))
-    held: dict[int, bool] = {}
-    for page in pages:
-        if state.is_leased(page) or (state.is_pinned(page) and not include_pinned):
+    held: dict[int, bool] = {}  # whether for a pin
+    pinned = [page for page in pages if state.is_pinned(page) and not include_pinned]
+    leased = [page for page in pages if state.is_leased(page)]
+    for kept, is_pinned in ((pinned, True), (leased, False)):
+        for page in kept:
             for above in state.index.chain(page)[::-1].tolist():
-                held.setdefault(above, not state.is_leased(page))
+                held.setdefault(above, is_pinned)
     there = [page for page in pages if tier is None or table.state[page] >> tier & 1]
     free = [page for page in there if page not in held]
     going = free
