@@ -126,11 +126,11 @@ class DevicePages:
                     continue
                 slots = self._tier.reserve(TENANT, self._page_bytes, 1) or self._replaced()
                 if not slots:
-                    return
+                    break
                 record = self._record(payload)
                 if not all(self._tier.write_many(slots, [record], [payload])) or not valid():
                     self._tier.free_many(slots)
-                    return
+                    break
                 self._seen.pop(version, None)
                 self._entries[version] = _Entry(slots[0], leases=1)
                 lease.held[index] = version
