@@ -259,6 +259,16 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except PermissionError as exc:
+        typer.echo(
+            f"kvstore: {exc.filename}: not readable for this user: run as its owner, or ask its "
+            "server by an address (kvstore://...)",
+            err=True,
+        )
+        sys.exit(1)
+    except OSError as exc:  # of what is written to, as a full disk
+        typer.echo(f"kvstore: {exc}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def tree(
     store: Place,
     namespace: Namespace = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's trees.")] = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="How many forks deep.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="How many forks deep.")
+    ] = None,
     limit: Annotated[
         int, typer.Option(min=1, max=BRANCHES_MAX, help="How many branches at most.")
     ] = 200,

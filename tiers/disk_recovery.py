@@ -103,9 +103,8 @@ class Recovery:
             return self._run_read_only(directory)
         self.files.remove_tree(self.home.first / REBUILD_NAME)
         present = self._segment_files()
-        if self.home.is_new:
-            self._clear_unknown(present)
-            present = {}
+        if self.home.is_new:  # it has no pages, or it would have been refused
+            self.files.remove_tree(directory)
         scan = self._scan_or_rebuild(directory, present)
         self._require_keys(scan.locked_pages)
         try:
@@ -335,19 +334,6 @@ class Recovery:
                 elif name.endswith(".tmp") and not self.home.read_only:
                     self.files.unlink(directory / name)
         return present
-
-    def _clear_unknown(self, present: dict[int, Path]) -> None:
-        """Segments of a store whose identity is gone can prove nothing: they are removed."""
-        catalog = self.home.first / catalog_name(FORMAT_VERSION)
-        if present or catalog.exists():
-            log.error(
-                "%s: both copies of the store's identity are lost; %d segments are dropped",
-                self.home.first,
-                len(present),
-            )
-        for path in present.values():
-            self.files.unlink(path)
-        self.files.remove_tree(catalog)
 
     def _shapes_from_heads(self, present: dict[int, Path]) -> list[tuple[SegmentShape, Path]]:
         shapes = []

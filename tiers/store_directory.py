@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.tiers.checksum import check64
 from kvstore.tiers.disk_migration import MIGRATIONS
 from kvstore.tiers.file_layer import DIRECTORY_MODE
-from kvstore.tiers.segment import FORMAT_VERSION
+from kvstore.tiers.segment import FORMAT_VERSION, segment_id_of
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class StoreHome:
             self._files.close(descriptor)
             raise TierError(
                 f"{path} is in use by {holder or 'another process'}: stop it, or name another "
-                "directory"
+                "directory; if it is a server, kvstore.connect.connect() reaches it"
             )
         self._locks.append(descriptor)
         if self.read_only:
@@ -210,6 +210,7 @@ class StoreHome:
             raise TierError(f"{self.first} is a further directory of a store, not its first")
         is_new = first is None
         if first is None:
+            self._require_nothing_stored()
             first = Identity(uuid.uuid4().bytes, FORMAT_VERSION, 0)
         if first.boot_number >= BOOT_NUMBER_MAX:
             raise TierError(f"{self.first} was opened {first.boot_number} times, its limit")
@@ -219,6 +220,19 @@ class StoreHome:
         )
         self._name_further_directories(found)
         return self.identity, is_new
+
+    def _require_nothing_stored(self) -> None:
+        """Pages of a store whose identity is damaged can't be told to be its own; nor are they
+        thrown away: whoever only looks at a directory must not empty it.
+        """
+        names = self._files.listdir(self.first)
+        segments = sum(segment_id_of(name) is not None for name in names)
+        if segments:
+            raise TierError(
+                f"{self.first}: {' and '.join(IDENTITY_NAMES)} are both damaged or gone, and say "
+                f"whose the {segments} segments of pages here are: put one of them back from a "
+                "copy, or empty the directory to begin anew"
+            )
 
     def _name_further_directories(self, found: Sequence[Identity | None]) -> None:
         for index, path in enumerate(self.paths[1:], start=1):

@@ -334,3 +334,19 @@ def test_every_command_has_help_that_says_what_it_does() -> None:
         assert command.help, name
         assert command.help.strip().splitlines()[0].endswith((".", ":")) or name == "tenant", name
     assert "STORE" in run("verify", "--help")
+
+
+@pytest.mark.slow
+def test_an_output_that_is_full_is_one_sentence(folder: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore.cli", "ls", folder],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvstore: ")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -22,7 +22,7 @@ from kvstore.trace import TraceBuilder, read_trace
 
 TRACES = os.environ.get("TEST_TRACES", "")
 
-# csl learns at other times here than in a replay; arc's order changes while a batch of pages leaves,
+# csl learns at other times here than in a replay; arc changes its order while a batch leaves,
 # and batches are others, so that rarely one page differs.
 NAMES = ("lru", "gdsf")
 

@@ -139,6 +139,25 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_pages_whose_identity_is_lost_are_left_alone_with_a_way_out(
+    tmp_path: Path, is_gone: bool
+) -> None:
+    open_home(tmp_path).close()
+    (tmp_path / "segment-00000001").write_bytes(b"pages")
+    copy = (tmp_path / IDENTITY_NAMES[1]).read_bytes()
+    for name in IDENTITY_NAMES:
+        (tmp_path / name).write_bytes(b"")
+        if is_gone:
+            (tmp_path / name).unlink()
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(TierError, match="the 1 segments of pages here are: put one of them back"):
+        open_home(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    (tmp_path / IDENTITY_NAMES[1]).write_bytes(copy)
+    open_home(tmp_path).close()
+
+
 def rewrite_identity(path: Path, **changes: object) -> None:
     for name in IDENTITY_NAMES:
         if (path / name).exists():
