@@ -23,7 +23,7 @@ from kvstore.trace import TraceBuilder, read_trace
 TRACES = os.environ.get("TEST_TRACES", "")
 
 # csl learns at other times here than in a replay. arc and gdsf change their order while a batch of
-# pages leaves, and batches are others: of 1,500 generated traces 15 and 7 differed, by 2 and 1 hits.
+# pages leaves, and batches are others: of 1,500 random traces 15 and 7 differed, by 2 and 1 hits.
 NAMES = ("lru", "arc", "gdsf")
 
 
