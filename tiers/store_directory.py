@@ -225,7 +225,7 @@ class StoreHome:
         """Pages of a store whose identity is damaged can't be told to be its own; nor are they
         thrown away: whoever only looks at a directory must not empty it.
         """
-        names = self._files.listdir(self.first)
+        names = [name for path in self.paths for name in self._files.listdir(path)]
         segments = sum(segment_id_of(name) is not None for name in names)
         if segments:
             raise TierError(

@@ -158,6 +158,18 @@ def test_pages_whose_identity_is_lost_are_left_alone_with_a_way_out(
     open_home(tmp_path).close()
 
 
+def test_pages_in_a_further_directory_are_not_dropped_for_a_lost_identity(tmp_path: Path) -> None:
+    first, further = tmp_path / "a", tmp_path / "b"
+    open_home(first, further).close()
+    (further / "segment-00000001").write_bytes(b"pages")
+    for name in IDENTITY_NAMES:
+        for path in (first / name, further / name):
+            path.unlink(missing_ok=True)
+    with pytest.raises(TierError, match="whose the 1 segments of pages here are"):
+        open_home(first, further)
+    assert (further / "segment-00000001").read_bytes() == b"pages"
+
+
 def rewrite_identity(path: Path, **changes: object) -> None:
     for name in IDENTITY_NAMES:
         if (path / name).exists():
