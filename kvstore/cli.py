@@ -261,8 +261,7 @@ def main() -> None:
         sys.exit(0)
     except PermissionError as exc:
         typer.echo(
-            f"kvstore: {exc.filename}: not readable for this user: run as its owner, or ask its "
-            "server by an address (kvstore://...)",
+            f"kvstore: {exc}: run as its owner, or ask its server by an address (kvstore://...)",
             err=True,
         )
         sys.exit(1)
