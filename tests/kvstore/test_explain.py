@@ -52,7 +52,7 @@ OTHERS = {
 def put(
     store: Store, spec: CacheSpec, tokens: np.ndarray = TOKENS, tenant: str = "default"
 ) -> None:
-    with store.session(spec, tenant=tenant).reserve(tokens) as run:
+    with store.session(spec, tenant=tenant).reserve(tokens, deadline_s=10.0) as run:
         assert run.commit(durable=store.config.directory is not None).pages
 
 

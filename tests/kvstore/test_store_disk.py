@@ -292,6 +292,8 @@ def test_a_page_too_large_for_the_arena_is_refused_or_a_miss_and_others_go_on(
 ) -> None:
     large = CacheSpec.opaque("large", page_tokens=PAGE_TOKENS, page_bytes=1 << 20)
     with opened(tmp_path, host_bytes=8 << 20) as store:
+        assert store.state.host is not None
+        assert store.state.host.wait_populated(10.0)
         session = store.session(large)
         with session.reserve(prompt(0, 2)) as run:
             assert run.commit(durable=True).pages == 2

@@ -153,6 +153,8 @@ def test_a_tenant_finds_its_part_of_the_disk_queue_free_however_others_flood(
     with Store.open(
         path, host_bytes=1 << 20, disk_bytes="64MiB", dirty_bytes_max=limit, files=disk
     ) as store:
+        assert store.state.host is not None
+        assert store.state.host.wait_populated(10.0)
         store.set_quotas({"a": Quota(), "b": Quota()})
         mine, theirs = store.session(SPEC, tenant="b"), store.session(SPEC, tenant="a")
         disk.hangs.set()
@@ -183,6 +185,8 @@ def test_the_queue_for_the_disk_is_bounded_and_its_overflow_is_refused(tmp_path:
     with Store.open(
         path, host_bytes=1 << 20, disk_bytes="64MiB", dirty_bytes_max=limit, files=disk
     ) as store:
+        assert store.state.host is not None
+        assert store.state.host.wait_populated(10.0)
         session = store.session(SPEC)
         disk.hangs.set()
         reasons = []

@@ -144,6 +144,8 @@ def test_a_leased_chain_is_not_evicted_and_its_bytes_stay(store: Store) -> None:
 
 
 def test_when_all_is_leased_a_reservation_is_refused_not_hung(store: Store) -> None:
+    assert store.state.host is not None
+    assert store.state.host.wait_populated(10.0), 'else "full" would pass by itself'
     session = store.session(SPEC)
     held = []
     for seed in range(100):

@@ -318,6 +318,7 @@ def test_staging_counts_in_the_capacity_and_comes_back() -> None:
 
 def test_staging_takes_the_place_of_empty_extents() -> None:
     with opened(MIB, 128 * KIB) as tier:
+        assert tier.wait_populated(5)
         tier.free_many(tier.reserve("a", 4096, 10_000))
         staging = tier.new_staging(MIB)
         assert staging is not None
@@ -328,7 +329,7 @@ def test_staging_takes_the_place_of_empty_extents() -> None:
 def test_serving_starts_before_the_whole_capacity_is_populated() -> None:
     with opened(64 * MIB, MIB) as tier:
         assert len(tier.reserve("a", 4096, 1)) == 1
-        assert tier.wait_populated(10)
+        assert tier.wait_populated(60)
         assert tier.usage().allocated_bytes == 64 * MIB
 
 
