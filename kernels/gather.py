@@ -39,7 +39,7 @@ WORDS_A_PROGRAM = 1024  # 8 KiB in 4 warps: two 16-byte accesses a thread and di
 # measured; both ways give the same bytes.
 DIRECT_BYTES_MAX = 4 << 20
 STAGE_BYTES_MAX = 64 << 20
-GAP_BYTES_MAX = 4096  # the least page of memory that a system maps
+GAP_BYTES_MAX = 4096  # too little for memory of its own to be mapped there
 
 
 def gather_reference(
@@ -279,8 +279,10 @@ def page_runs(
     """Runs [first, stop) of pages at equal distances whose blocks are neighbours in that order.
 
     All of a run of several pages counts: it is among the `whole` first, and has no NO_BLOCK. Less
-    than GAP_BYTES_MAX lie between two of them: copies of views with rows far apart, one in the heap
-    and one in a mapping, ended in a segmentation fault within numpy 2.4.
+    than GAP_BYTES_MAX lie between two of them, so that no memory of others does: numpy takes a
+    copy for overlapping what it is copied from when it lies between the first and the last byte of
+    that view, then copies to a temporary array, which lies there as well, and so on until the
+    stack is full (seen in numpy 2.4 with one page in the heap and one in a mapping).
     """
     whole = min(whole, len(ids) // blocks_a_page)
     starts = ids[: whole * blocks_a_page].reshape(whole, blocks_a_page)

@@ -7,11 +7,12 @@ import mmap
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from paged_caches import ARRANGEMENTS, Sizes, apart_hnd, apart_nhd, bits, empty_like, same_bits
 
-from kvstore.kernels.gather import gather, gather_reference, launch
+from kvstore.kernels.gather import gather, gather_reference, launch, page_runs
 from kvstore.kernels.jit import INTERPRETED, interpreted
 from kvstore.kernels.paged_kv import NO_BLOCK, PagedKv, TokenOrder
 from kvstore.kernels.scatter import scatter, scatter_reference
@@ -207,6 +208,20 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(
     for call in (gather, scatter):
         with pytest.raises(ValueError, match=message):
             call(kv, **(fine | change))
+
+
+def test_a_page_in_the_heap_and_one_in_a_mapping_are_never_one_view() -> None:
+    """numpy's copy from a view that spans both ran out of its stack: see page_runs."""
+    size = 1 << 14
+    heap = torch.zeros(size, dtype=torch.uint8)
+    mapped = torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.uint8)
+    places = sorted((heap.data_ptr(), mapped.data_ptr(), mapped.data_ptr() + size))
+    ids = np.arange(3)
+    alone = sorted((heap.data_ptr(), mapped.data_ptr()))
+    assert list(page_runs(np.arange(2), alone, 1, 2, size)) == [(0, 1), (1, 2)]
+    first = places.index(mapped.data_ptr())
+    joined = [(0, 1), (1, 3)] if first else [(0, 2), (2, 3)]
+    assert list(page_runs(ids, places, 1, 3, size)) == joined
 
 
 def test_planes_that_differ_are_refused() -> None:
