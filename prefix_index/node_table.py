@@ -119,11 +119,12 @@ class NodeTable:
         return node, int(self._table.depth[page]) - int(self._table.depth[first])
 
     def ancestors(self, page: int) -> Iterator[Ids]:
-        """Runs of page ids from `page` itself up to the first page of its chain, nearest first."""
+        """Runs of page ids, each in order of depth: the one that ends with `page` comes first, the
+        one that begins its chain last."""
         node, position = self.place(page)
         run = self.ids(node)[: position + 1]
         while len(run):
-            yield run[::-1]
+            yield run
             node = self.parent[node]
             run = self.ids(node)
 

@@ -25,6 +25,7 @@ from kvstore.prefix_index.page_table import (
     TIERS,
     Ids,
     PageTable,
+    rows_of,
 )
 
 if TYPE_CHECKING:
@@ -255,10 +256,10 @@ class Residency:
             below[parent] += step
             return
         for run in self._nodes.ancestors(parent):
-            occupied = table.state[run] & _MARKS[tier] != 0
-            stays = np.flatnonzero(occupied | (below[run] > others))
-            changed = run[: stays[0] + 1] if len(stays) else run
-            below[changed] += step
+            rows = rows_of(run)
+            occupied = table.state[rows] & _MARKS[tier] != 0
+            stays = np.flatnonzero(occupied | (below[rows] > others))
+            below[rows_of(run[stays[-1] :]) if len(stays) else rows] += step
             if len(stays):
                 return
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.tiers.eviction import PAGES_FIRST, Policy, Study, grown
+from kvstore.tiers.eviction import PAGES_FIRST, Policy, Study, grown, rows_of
 from kvstore.tiers.ghost_table import GhostTable
 from kvstore.tiers.page_cost import PageCost
 from kvstore.tiers.survival import SurvivalTable
@@ -88,10 +88,11 @@ class CslPolicy(Policy):
         self._weigh(pages, run)
 
     def touch(self, pages: Ids, now: float) -> None:
-        frequency = self._frequency[pages]
-        self._table.close(_class(frequency, self._length[pages]), now - self._last[pages])
-        self._last[pages] = now
-        self._frequency[pages] = frequency + (frequency < 255)
+        rows = rows_of(pages)
+        frequency = self._frequency[rows]
+        self._table.close(_class(frequency, self._length[rows]), now - self._last[rows])
+        self._last[rows] = now
+        self._frequency[rows] = frequency + (frequency < 255)
         self._events += 1
 
     def scores(self, pages: Ids, now: float, tier: int = 0) -> Scores:

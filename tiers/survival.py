@@ -27,6 +27,7 @@ PRIOR_WEIGHT = 20.0
 HALF_LIFE_EVENTS = 20_000
 # Touches that wait to be counted together: a look-up does not pay for it.
 PENDING_MAX = 64
+JOINED_MIN = 64  # pages; of fewer, joining costs more than it spares
 WORTH_MIN = 1e-12
 HAZARD_MAX = 1 - 1e-6
 _EDGES_S = np.concatenate([[0.0], AGE_FIRST_S * AGE_FACTOR ** np.arange(1, BINS + 1)])
@@ -48,12 +49,16 @@ class SurvivalTable:
         self._classes = classes
         self._closed = np.zeros((classes, BINS))
         self._lost = np.zeros((classes, BINS))
-        self._pending: list[tuple[Classes, Scores]] = []  # closed, and not counted yet
+        # Closed and not counted yet: of so many pages each.
+        self._pending: list[tuple[Classes, Scores, npt.NDArray[np.int64]]] = []
         self._log_worth = np.full(classes * (BINS + 1), math.log(WORTH_MIN))
 
     def close(self, classes: Classes, ages_s: Scores) -> None:
         """Pages were used again, at those ages. Both arrays are kept for a while."""
-        self._pending.append((classes, ages_s))
+        if len(classes) < JOINED_MIN:
+            self._pending.append((classes, ages_s, np.ones(len(classes), np.int64)))
+        else:
+            self._pending.append(_joined(classes, ages_s))
         if len(self._pending) >= PENDING_MAX:
             self._count()
 
@@ -61,11 +66,13 @@ class SurvivalTable:
         """Nobody will know whether these are used again."""
         self._lost += self.histogram(classes, ages_s)
 
-    def histogram(self, classes: Classes, ages_s: Scores) -> Scores:
-        """Counts by class and bin."""
+    def histogram(
+        self, classes: Classes, ages_s: Scores, counts: npt.NDArray[np.int64] | None = None
+    ) -> Scores:
+        """Counts by class and bin, of one page each or of `counts`."""
         cells = classes.astype(np.int64) * BINS + age_place(ages_s).astype(np.int64)
-        found: Scores = np.bincount(cells, minlength=self._classes * BINS).astype(np.float64)
-        return found.reshape(self._classes, BINS)
+        found = np.bincount(cells, counts, minlength=self._classes * BINS)
+        return found.astype(np.float64).reshape(self._classes, BINS)
 
     def copy(self) -> SurvivalTable:
         """To refit while this one is used."""
@@ -100,8 +107,7 @@ class SurvivalTable:
     def _count(self) -> None:
         """Add up what is pending."""
         if self._pending:
-            classes, ages_s = zip(*self._pending, strict=True)
-            self._closed += self.histogram(np.concatenate(classes), np.concatenate(ages_s))
+            self._closed += self.histogram(*map(np.concatenate, zip(*self._pending, strict=True)))
             self._pending.clear()
 
     def worth(self, classes: Classes, ages_s: Scores) -> Scores:
@@ -114,6 +120,15 @@ class SurvivalTable:
         base = classes.astype(np.int64) * (BINS + 1)
         found: Scores = np.exp(_between(self._log_worth, base, age_place(ages_s)))
         return found
+
+
+def _joined(classes: Classes, ages_s: Scores) -> tuple[Classes, Scores, npt.NDArray[np.int64]]:
+    """The same with neighbours of one class and age as one, and how many each stands for: pages of
+    a long chain were mostly used last at one time."""
+    differ = (classes[1:] != classes[:-1]) | (ages_s[1:] != ages_s[:-1])
+    edges = np.concatenate([[0], np.flatnonzero(differ) + 1, [len(classes)]])
+    firsts = edges[:-1]
+    return classes[firsts], ages_s[firsts], edges[1:] - firsts
 
 
 def _best_odds(log_survival: Scores) -> Scores:
