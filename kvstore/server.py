@@ -170,7 +170,7 @@ class Server:
         self._tick = Tick()
         self._watchdog = Watchdog(self._probes(), self._set_ready)
         self._stop_wanted = threading.Event()
-        self._said_warm = False
+        self._warm_since_s: float | None = None  # by the monotonic clock
         self.port = 0  # of a network address
 
     def start(self) -> None:
@@ -349,11 +349,11 @@ class Server:
 
     def _look_at_start(self) -> str:
         """Say once when all that is on disk can be hit; what went wrong, if it did."""
-        if self._said_warm:
+        if self._warm_since_s is not None:
             return ""
         try:
             if self.store.wait_warm(0.0):
-                self._said_warm = True
+                self._warm_since_s = time.monotonic()
                 _log.info("warm: %d pages", len(self.store.state.index))
         except KVStoreError as exc:
             return str(exc)
@@ -361,9 +361,10 @@ class Server:
 
     def _is_idle(self) -> bool:
         limit = self.config.idle_exit_s
-        if limit is None or len(self.registry):
+        if limit is None or len(self.registry) or self._warm_since_s is None:
             return False
-        return time.monotonic() - self.registry.last_session_s > limit
+        since_s = max(self.registry.last_session_s, self._warm_since_s)
+        return time.monotonic() - since_s > limit
 
 
 def _publisher(store: Store, config: ServerConfig) -> KvEventPublisher:

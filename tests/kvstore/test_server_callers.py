@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,7 +15,7 @@ from known_pages import PAGE_TOKENS, SPEC, load, prompt, save
 from raw_client import RawClient, status_of, wait_until
 
 from kvstore import kvstore_pb2 as messages
-from kvstore import rpc_guard, session_registry
+from kvstore import rpc_guard, servicer, session_registry
 from kvstore._version import __version__
 from kvstore.client import RemoteStore
 from kvstore.connect import connect
@@ -69,6 +71,16 @@ def client(server: Server) -> Iterator[RawClient]:
     made.close()
 
 
+def is_at_work(function: str) -> bool:
+    """Whether a thread of the server is in that call."""
+    codes = (
+        frame.f_code
+        for top in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(top)
+    )
+    return any(code.co_name == function and code.co_filename == servicer.__file__ for code in codes)
+
+
 def cancelled(server: Server, client: RawClient, name: str, request: Any) -> None:
     """A call whose client goes while the server works on it."""
     held = threading.Event()
@@ -84,10 +96,10 @@ def cancelled(server: Server, client: RawClient, name: str, request: Any) -> Non
     assert held.wait(5.0)
     before = server.store.state.counters.lookups
     call = getattr(client.stub, name).future(request, timeout=20.0)
-    check = health_pb2_grpc.HealthStub(client.channel).Check
-    check(health_pb2.HealthCheckRequest(), timeout=20.0)  # the call has come before this one
+    wait_until(lambda: is_at_work(name.lower()))
     call.cancel()
-    for _ in range(3):  # and its end
+    check = health_pb2_grpc.HealthStub(client.channel).Check
+    for _ in range(3):  # the call's end has come before these
         check(health_pb2.HealthCheckRequest(), timeout=20.0)
     free.set()
     holder.join()
