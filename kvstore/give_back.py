@@ -21,16 +21,20 @@ RETRY_S = 0.1
 
 
 class GiveBack:
-    """One queue for all sessions of a client. Thread-safe; never blocks its callers."""
+    """One queue for all sessions of a client. Thread-safe; only settle() and stop() wait."""
 
     def __init__(self, send: Callable[[LiveSession, str, list[int]], bool]) -> None:
         """`send(session, method, ids)` makes the call, False if it has to be made again."""
+        self.gather_s = GATHER_S
+        self.released = 0  # leases that the server has taken back; only grows
         self._send = send
         self._items: deque[tuple[LiveSession, str, int]] = deque()
         self._some = threading.Event()
         self._hurry = threading.Event()
         self._stopped = False
         self._lock = threading.Lock()
+        self._turn = threading.Condition()  # guards these two
+        self._turns_begun = self._turns_ended = 0
         self._thread: threading.Thread | None = None
 
     def release(self, session: LiveSession, match: int) -> None:
@@ -51,6 +55,17 @@ class GiveBack:
         """Something is about to need what is given back."""
         if self._items:
             self._hurry.set()
+
+    def settle(self, wait_s: float) -> None:
+        """Deliver now what there is, and wait until that was tried, at most so long."""
+        with self._turn:
+            turn = self._turns_begun
+            if self._items:  # of which a turn that has begun may have taken none
+                turn += 1
+                self._hurry.set()
+                self._some.set()
+            if not self._stopped:
+                self._turn.wait_for(lambda: self._turns_ended >= turn, max(0.0, wait_s))
 
     def stop(self, wait_s: float) -> None:
         """Deliver what there is and end; sessions that end do the rest."""
@@ -81,10 +96,15 @@ class GiveBack:
         while True:
             self._some.wait()
             if not self._stopped:
-                self._hurry.wait(GATHER_S)
+                self._hurry.wait(self.gather_s)
             self._hurry.clear()
             self._some.clear()
+            with self._turn:
+                self._turns_begun += 1
             delivered = self._deliver()
+            with self._turn:
+                self._turns_ended += 1
+                self._turn.notify_all()
             if self._stopped:
                 return
             if not delivered:
@@ -100,7 +120,9 @@ class GiveBack:
                 groups[session, method].append(number)
         done = True
         for (session, method), numbers in groups.items():
-            if not self._send(session, method, numbers) and not session.over.is_set():
+            if self._send(session, method, numbers):
+                self.released += len(numbers) if method != "Abort" else 0
+            elif not session.over.is_set():
                 self._items.extend((session, method, number) for number in numbers)
                 done = False
         return done

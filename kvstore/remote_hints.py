@@ -6,46 +6,29 @@ all calls of an engine, one that nobody answers is a 0, and no exception.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore import kvstore_pb2 as pb
 from kvstore.hints import Hints, checked_conversation
+from kvstore.prompt_lookups import PIN_DEADLINE_S, extras_message
 from kvstore.request import checked_deadline, checked_extras, checked_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from google.protobuf.message import Message
 
     from kvstore.live_session import LiveSession
+    from kvstore.prompt_lookups import PromptLookups
     from kvstore.request import Extras, Tokens
-
-PIN_DEADLINE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """What one call says of a prompt; the first page that it does not is `stop`."""
-
-    after: int  # the match that it goes on from, 0 for none
-    tokens: bytes | memoryview
-    extras: dict[int, bytes]  # by page of the whole prompt
-    stop: int
-    is_cut: bool  # there is more of the prompt
 
 
 class RemoteHints:
     """RemoteSession inherits it, and has what it uses."""
 
-    def usable(self) -> LiveSession | None:
-        """See RemoteSession."""
-        raise NotImplementedError
+    lookups: PromptLookups
 
-    def end_of(
-        self, live: LiveSession, tokens: bytes | memoryview, extras: dict[int, bytes]
-    ) -> AbstractContextManager[PromptPart]:
+    def usable(self) -> LiveSession | None:
         """See RemoteSession."""
         raise NotImplementedError
 
@@ -111,7 +94,7 @@ class RemoteHints:
         live = self.usable()
         if live is None:
             return 0
-        with self.end_of(live, tokens, extras) as part:
+        with self.lookups.end_of(live, tokens, extras) as part:
             message = request(
                 session=live.id,
                 tokens=bytes(part.tokens),
@@ -121,8 +104,3 @@ class RemoteHints:
             )
             reply = self.ask(live, name, message, PIN_DEADLINE_S)
         return 0 if reply is None else reply.pages
-
-
-def extras_message(extras: dict[int, bytes]) -> pb.Extras | None:
-    """Extras of a call; None where there are none."""
-    return pb.Extras(page_index=list(extras), content=list(extras.values())) if extras else None

@@ -13,7 +13,6 @@ import os
 import random
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,14 @@ from kvstore.client_channel import CallFailed, Failure, with_tokens
 from kvstore.client_link import UNREACHABLE
 from kvstore.live_session import LiveSession
 from kvstore.prefill import Prefill
-from kvstore.prefix_index.page_key import TOKEN_BYTES
-from kvstore.remote_hints import PIN_DEADLINE_S, PromptPart, RemoteHints, extras_message
+from kvstore.prompt_lookups import PromptLookups, extras_message
+from kvstore.remote_hints import RemoteHints
 from kvstore.remote_match import RemoteMatch
 from kvstore.remote_reservation import RemoteReservation
 from kvstore.request import checked_deadline, checked_extras, token_view
 from kvstore.reservation import LIMIT, PRESENT
 from kvstore.shared_memory import AttachGrant, SharedMemoryError, attach
-from kvstore.wire import CONTROL_BYTES_MAX, DEADLINE_S_MAX, SILENCE_S
+from kvstore.wire import DEADLINE_S_MAX, SILENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,9 +52,6 @@ REFUSED_BACKOFF_S_MAX = 5.0
 BEAT_S_TROUBLED = 0.1  # while calls are not answered
 FLUSH_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
 RESERVE_DEADLINE_S_MAX = DEADLINE_S_MAX - 1
-# Of tokens and extras in one call; a longer prompt goes on from a match of what comes before.
-PROMPT_BYTES_MAX = CONTROL_BYTES_MAX - (64 << 10)
-EXTRA_BYTES = 16  # what a page's extras take besides their content
 
 _log = logging.getLogger("kvstore.client")
 _numbers = itertools.count(1)
@@ -70,6 +66,7 @@ class RemoteSession(RemoteHints):
         self.spec = spec
         self._public = public
         self.give_back: GiveBack = link.give_back
+        self.lookups = PromptLookups(link, spec.page_tokens)
         self.stage_deadline_s = link.config.stage_deadline_s
         self._link = link
         self._salt = salt
@@ -140,7 +137,7 @@ class RemoteSession(RemoteHints):
         values, more = token_view(tokens), checked_extras(extras)
         live, reply = self.usable(), None
         if live is not None:
-            reply = self._longest(live, values, more, self._link.config.lookup_deadline_s)
+            reply = self.lookups.longest(live, values, more, self._link.config.lookup_deadline_s)
         reason = self._link.why_not("Match") if reply is None else reply.reason
         if reply is None or not reply.match:
             live = reply = None
@@ -161,7 +158,7 @@ class RemoteSession(RemoteHints):
         if live is None:
             return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
         self.give_back.hurry()
-        with self.end_of(live, values, more) as part:
+        with self.lookups.end_of(live, values, more) as part:
             head = pb.ReserveRequest(session=live.id, extras=extras_message(part.extras))
             head.deadline_s, head.after_match = wait_s, part.after
             head.call = live.next_call()
@@ -265,81 +262,6 @@ class RemoteSession(RemoteHints):
             self._link.count("calls_not_made")
             return None
         return live
-
-    def _longest(
-        self,
-        live: LiveSession,
-        tokens: bytes | memoryview,
-        extras: dict[int, bytes],
-        wait_s: float,
-    ) -> pb.MatchReply | None:
-        """The longest chain of a prompt; in several calls when it is longer than a message.
-
-        Without a match there may be a reason; None: no answer came.
-        """
-        deadline = time.monotonic() + wait_s
-        found: pb.MatchReply | None = None
-        while True:
-            part = self._part(tokens, extras, found)
-            head = pb.MatchRequest(session=live.id, extras=extras_message(part.extras))
-            head.after_match, head.call = part.after, live.next_call()
-            left_s = deadline - time.monotonic() if found else wait_s
-            if left_s <= 0:
-                return found
-            request = with_tokens(head, part.tokens)
-            reply: pb.MatchReply | None = self.ask(live, "Match", request, left_s, head.call)
-            if reply is None:
-                return found
-            if not reply.match:
-                if found is None:
-                    return reply
-                found.reason = reply.reason
-                return found
-            if found is not None:
-                self.give_back.release(live, found.match)
-            found = reply
-            if not part.is_cut or found.pages < part.stop:
-                return found
-
-    @contextmanager
-    def end_of(
-        self, live: LiveSession, tokens: bytes | memoryview, extras: dict[int, bytes]
-    ) -> Iterator[PromptPart]:
-        """A prompt for one call; what is stored of a longer one is named by a match, leased so
-        long."""
-        part = self._part(tokens, extras, None)
-        found = self._longest(live, tokens, extras, PIN_DEADLINE_S) if part.is_cut else None
-        if found is not None and not found.match:
-            found = None
-        try:
-            yield part if found is None else self._part(tokens, extras, found)
-        finally:
-            if found is not None:
-                self.give_back.release(live, found.match)
-
-    def _part(
-        self, tokens: bytes | memoryview, extras: dict[int, bytes], found: pb.MatchReply | None
-    ) -> PromptPart:
-        """As much of a prompt after what was found as one call may carry, cut in whole pages."""
-        if found is None:
-            size = len(tokens) + sum(EXTRA_BYTES + len(each) for each in extras.values())
-            if size <= PROMPT_BYTES_MAX:
-                return PromptPart(0, tokens, extras, 0, is_cut=False)
-        page_bytes = TOKEN_BYTES * self.spec.page_tokens
-        start = stop = found.pages if found is not None else 0
-        room, whole = PROMPT_BYTES_MAX, len(tokens) // page_bytes
-        while stop < whole:
-            room -= page_bytes + (len(extras[stop]) + EXTRA_BYTES if stop in extras else 0)
-            if room < 0:
-                break
-            stop += 1
-        return PromptPart(
-            after=found.match if found is not None else 0,
-            tokens=tokens[start * page_bytes : stop * page_bytes],
-            extras={page: each for page, each in extras.items() if start <= page < stop},
-            stop=stop,
-            is_cut=start < stop < whole,
-        )
 
     def _keep(self) -> None:
         """The keeper's life: open, listen until it is over, again."""

@@ -179,6 +179,30 @@ def test_what_could_not_be_given_back_is_tried_again() -> None:
     assert peer.calls[:2] == [("Abort", [7]), ("Abort", [7])]
 
 
+def test_settling_waits_for_what_is_on_its_way_and_what_is_not_yet() -> None:
+    peer, answering = Peer(), threading.Event()
+
+    def send(session: Any, method: str, numbers: list[int]) -> bool:
+        done = peer.send(session, method, numbers)
+        return answering.wait(20) and done
+
+    back = GiveBack(send)
+    back.settle(20.0)  # nothing to wait for
+    back.gather_s = 600.0
+    back.release(peer, 1)  # type: ignore[arg-type]
+    back.settle(0.0)
+    assert peer.called.acquire(timeout=5), "the wait for company is over"
+    back.release(peer, 2)  # type: ignore[arg-type]
+    back.settle(0.0)
+    assert back.released == 0, "no longer than it may"
+    answering.set()
+    back.settle(20.0)
+    assert back.released == 2
+    assert [numbers for _, numbers in peer.calls] == [[1], [2]]
+    back.stop(5)
+    back.settle(20.0)
+
+
 def test_nothing_is_given_back_to_a_session_that_is_over() -> None:
     peer, other = Peer(), Peer()
     peer.over.set()

@@ -21,7 +21,7 @@ from kvstore.client import RemoteStore
 from kvstore.connect import connect
 from kvstore.errors import InvalidRequest
 from kvstore.identity import Identity, NotAuthenticated, Role
-from kvstore.remote_session import PROMPT_BYTES_MAX
+from kvstore.prompt_lookups import PROMPT_BYTES_MAX
 from kvstore.server import Server
 from kvstore.server_config import ServerConfig
 from kvstore.server_session import TAKEN_BACK_MAX
