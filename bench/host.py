@@ -95,6 +95,7 @@ class Bench:
         size = options.page_bytes
         self.tier = HostTier((options.pages + 2 * STAGING_PAGES) * (size + 4096) + (64 << 20))
         self.tier.wait_populated(60)
+        self.tier.wait_large_pages(60)
         staging = self.tier.new_staging(STAGING_PAGES * size)
         assert staging is not None
         self.staging = staging

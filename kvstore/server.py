@@ -257,6 +257,7 @@ class Server:
         self._watches.drain()
         stopped.wait(drain_s + CANCEL_S)
         self.registry.end_all()
+        self._staging.close()
         self._extents.close()
         done = self.store.close(deadline - time.monotonic() - CANCEL_S / 2)
         for pool in (*self._pools, self._spare):

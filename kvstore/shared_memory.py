@@ -37,6 +37,7 @@ from kvstore.tiers.extent import (
     header_bytes,
     prefault,
 )
+from kvstore.tiers.large_pages import map_shared
 from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def _map(fd: int, size: int, protection: int) -> mmap.mmap:
     sized = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if os.fstat(fd).st_size != size or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & sized != sized:
         raise SharedMemoryError("the server handed out memory that is not of a fixed size")
-    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    mapping = map_shared(fd, size, protection)
     mapping.madvise(mmap.MADV_DONTDUMP)
     mapping.madvise(mmap.MADV_DONTFORK)
     address = np.frombuffer(mapping, np.uint8).ctypes.data

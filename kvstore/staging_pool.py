@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.shares import room_beside
 from kvstore.tiers.extent import Memfd
 from kvstore.tiers.host_tier import Staging
+from kvstore.tiers.large_pages import LargePages
 from kvstore.tiers.tier import TierError, aligned
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class StagingPool:
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._used: dict[str, int] = {}  # by tenant
+        self._large_pages = LargePages()
 
     @property
     def used_bytes(self) -> int:
@@ -67,7 +69,12 @@ class StagingPool:
         except (TierError, MemoryError):
             self._forget(size, tenant)
             return None
+        self._large_pages.add(memory.mapping)
         return Staging(memory, memory.fd, size)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._large_pages.close()
 
     def give_back(self, staging: Staging, tenant: str = "") -> None:
         """End a memory's life here; nobody copies from it any more."""

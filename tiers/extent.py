@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiers.large_pages import map_shared
 from kvstore.tiers.tier import SLOT_INDEX_BITS, TierError, aligned
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Memfd:
             with _CREATING:
                 self.fd = OwnedFd(os.memfd_create("kvstore", flags))
                 os.ftruncate(self.fd.fileno(), size)
-                self.mapping = mmap.mmap(self.fd.fileno(), size, mmap.MAP_SHARED)
+                self.mapping = map_shared(self.fd.fileno(), size)
                 _LIVE_MEMORIES.add(self)
             seals = SIZE_SEALS if shared_writable else READ_ONLY_SEALS
             fcntl.fcntl(self.fd.fileno(), fcntl.F_ADD_SEALS, seals)

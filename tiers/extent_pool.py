@@ -3,7 +3,8 @@
 Everything the tier takes is counted here, and nothing is taken past the capacity: extents, blank
 memories that wait to become extents, staging, and memories that were given up but stay mapped
 because somebody still looks at them. One background thread takes and populates memory, so that a
-store serves with its first extent while the rest is still being zeroed by the kernel.
+store serves with its first extent while the rest is still being zeroed by the kernel. A second one
+has them in large pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.tiers.available_memory import HUGE_PAGE_BYTES
 from kvstore.tiers.extent import Memfd
+from kvstore.tiers.large_pages import LargePages
 from kvstore.tiers.tier import ALIGNMENT_BYTES, TierError
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class ExtentPool:
         self._failures = 0
         self._is_refused = False  # by the machine: no more blanks, until somebody asks
         self._closed = False
+        self._large_pages = LargePages()
         self._thread = threading.Thread(target=self._run, name="kvstore-populate", daemon=True)
         self._thread.start()
 
@@ -97,6 +100,7 @@ class ExtentPool:
             self._staging_bytes -= size
             if memory is not None:
                 self._lent[id(memory)] = memory
+                self._large_pages.add(memory.mapping)
         return memory
 
     def give_back(self, memory: Memfd) -> None:
@@ -118,6 +122,10 @@ class ExtentPool:
         with self._changed:
             return sum(blank.size for blank in self._blanks)
 
+    def wait_large_pages(self, wait_s: float) -> bool:
+        """Wait until what there is lies in large pages, as far as the system has some."""
+        return self._large_pages.wait(wait_s)
+
     def wait_populated(self, wait_s: float) -> bool:
         """Wait until the background thread has nothing left to take."""
         with self._changed:
@@ -129,6 +137,7 @@ class ExtentPool:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        self._large_pages.close()
         for memory in [*self._blanks, *self._lent.values()]:
             memory.close()
         self._blanks, self._lent = [], {}
@@ -228,6 +237,8 @@ class ExtentPool:
             self._failures += memory is None
             if memory is not None:
                 self._blanks.append(memory)
+                if not self.huge_pages:
+                    self._large_pages.add(memory.mapping)
             self._changed.notify_all()
 
 

@@ -293,6 +293,13 @@ class HostTier:
         """Take staging out of the capacity again; its client is gone, or told to unmap."""
         self._pool.give_back(staging.memory)
 
+    def wait_large_pages(self, wait_s: float) -> bool:
+        """Wait until all that is populated lies in large pages, if there are any; False on timeout.
+
+        Only a matter of speed: see large_pages.py.
+        """
+        return self._pool.wait_large_pages(wait_s)
+
     def wait_populated(self, wait_s: float) -> bool:
         """Wait until the whole capacity is taken from the machine; False on timeout."""
         return self._pool.wait_populated(wait_s)
