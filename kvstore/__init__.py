@@ -7,12 +7,12 @@ loads no other room's libraries.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from kvstore._version import __version__
 
+TYPE_CHECKING = False  # as typing's, which takes time: Ctrl-C in it would print a stack
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvstore.config import StoreConfig
     from kvstore.hints import Hints
     from kvstore.spec import CacheSpec
@@ -30,5 +30,7 @@ _PUBLIC = {
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        import importlib
+
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

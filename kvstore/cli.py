@@ -1,273 +1,45 @@
-"""The command `kvstore`: look inside a store, evict from it, serve it, run the demo.
+"""Entry point of the command `kvstore`: Ctrl-C and every error end it in one line, never a stack.
 
-Every listing has `--json`. Exit codes: 0 done; 1 refused or failed, with a sentence on stderr, or
-something was found wrong (verify, doctor); 2 wrong usage; 130 broken off with Ctrl-C. Tables go to
-stdout, sentences about trouble to stderr. What a command says is the same whether it opened the
-directory itself or asked the server that holds it.
+Exit codes: 0 done; 1 refused or failed, or something was found wrong (verify, doctor); 2 wrong
+usage; 130 broken off with Ctrl-C, from the first moment on: the commands are loaded only after
+that is settled. Must not be here: imports that take time.
 """
 
 from __future__ import annotations
 
-import functools
 import os
+import signal
 import sys
-from typing import Annotated
 
-import typer
+TYPE_CHECKING = False  # as typing's, which is one of those
+if TYPE_CHECKING:
+    from types import FrameType
 
-from kvstore import cli_output as output
-from kvstore import cli_prompt as prompt
-from kvstore._version import __version__
-from kvstore.cli_cert import cert
-from kvstore.cli_dashboard import dashboard
-from kvstore.cli_directory import Place, on_store
-from kvstore.cli_doctor import doctor
-from kvstore.cli_explain import explain
-from kvstore.cli_help import EPILOG, INTRODUCTION, Sections, add_examples
-from kvstore.cli_options import (
-    Chain,
-    Extras,
-    Json,
-    Limit,
-    Namespace,
-    Sort,
-    Text,
-    TextFile,
-    Tokenizer,
-    Tokens,
-    TokensFile,
-    Yes,
-)
-from kvstore.cli_pin import pin, unpin
-from kvstore.cli_quota import quota
-from kvstore.cli_record import record
-from kvstore.cli_serve import serve
-from kvstore.cli_simulate import simulate
-from kvstore.cli_size import size
-from kvstore.cli_tenant import tenant_app
-from kvstore.cli_top import top
-from kvstore.cli_transfer import export, import_file
-from kvstore.cli_tree import tree
-from kvstore.cli_verify import verify
-from kvstore.cli_warm import warm
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.inspection import SORTS, TIERS_LISTED
-from kvstore.quantity import parse_duration
-from kvstore.removal import Selection
-
-app = typer.Typer(
-    name="kvstore",
-    cls=Sections,
-    help=INTRODUCTION,
-    epilog=EPILOG,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-app.command()(serve)
-app.add_typer(tenant_app)
-app.command()(cert)
-app.command()(simulate)
-app.command()(dashboard)
-app.command()(doctor)
-app.command()(size)
-app.command()(warm)
-for each in (explain, tree, pin, unpin, quota, record, top, verify, export):
-    app.command()(on_store(each))
-app.command("import")(on_store(import_file))
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kvstore {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _global(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    """Options before the command; they act through their callbacks."""
-
-
-@app.command()
-@on_store
-def ls(
-    store: Place,
-    limit: Limit = 50,
-    sort: Sort = "size",
-    tier: Annotated[
-        str | None,
-        typer.Option(help="Only chains with pages there: host or disk.", metavar="TIER"),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """List namespaces and the chains in them."""
-    if sort not in SORTS:
-        raise typer.BadParameter(f"{sort!r} given; one of {', '.join(SORTS)}", param_hint="--sort")
-    if tier is not None and tier not in TIERS_LISTED:
-        raise typer.BadParameter(f"{tier!r} given; one of host, disk", param_hint="--tier")
-    with store.opened() as opened:
-        spaces = opened.namespaces()
-        chains, total = opened.chains(limit=limit, sort=sort, tier=tier)
-    output.show_listing(spaces, chains, total, as_json=json)
-
-
-@app.command("stats", help="The same as status.")
-@app.command("status")
-@on_store
-def stats(store: Place, json: Json = False) -> None:
-    """Show bytes and pages of each tier; with --json, counters."""
-    with store.opened() as opened:
-        found = opened.stats()
-    output.show_stats(found, as_json=json)
-
-
-@app.command()
-@on_store
-def inspect(
-    store: Place,
-    chain: Chain,
-    json: Json = False,
-) -> None:
-    """Show one chain page by page, and the spec of its namespace."""
-    if not chain or set(chain.lower()) - set("0123456789abcdef"):
-        raise InvalidRequest(f"chain {chain!r}: hex digits are needed, as `kvstore ls` shows them")
-    with store.opened() as opened:
-        found = opened.find_chain(chain)
-    if not found:
-        raise InvalidRequest(f"no page's id begins with {chain}; `kvstore ls` shows chains")
-    if len(found) > 1:
-        ids = ", ".join(each.chain.chain_id for each in found[:5])
-        raise InvalidRequest(f"{len(found)} pages' ids begin with {chain}: {ids}; say more")
-    output.show_chain(found[0], as_json=json)
-
-
-@app.command()
-@on_store
-def evict(
-    store: Place,
-    namespace: Namespace = None,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's pages.")] = None,
-    writer: Annotated[str | None, typer.Option(help="Only what this writer stored.")] = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Only what was stored longer ago: 90s, 10m, 2h, 7d.")
-    ] = None,
-    tier: Annotated[
-        str | None,
-        typer.Option(
-            help="Only from there: host or disk. Pages that are nowhere else are gone.",
-            metavar="TIER",
-        ),
-    ] = None,
-    tokens: Tokens = None,
-    tokens_file: TokensFile = None,
-    text: Text = None,
-    text_file: TextFile = None,
-    tokenizer: Tokenizer = None,
-    extras: Extras = None,
-    everything: Annotated[bool, typer.Option("--all", help="All pages of the store.")] = False,
-    include_pinned: Annotated[
-        bool, typer.Option("--include-pinned", help="Pinned pages too.")
-    ] = False,
-    erase_key: Annotated[
-        bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
-    ] = False,
-    yes: Yes = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    json: Json = False,
-) -> None:
-    """Evict chains by prefix, namespace, tenant, writer, age or tier.
-
-    A dry run when more than one chain would go, unless --yes is given.
-    """
-    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
-    more = prompt.read_extras(extras)
-    older_than_s = parse_duration(older_than) if older_than is not None else None
-    with store.opened() as opened:
-        if asked is None:
-            space = prompt.namespace_prefix(opened, namespace)
-        else:
-            tenant = "default" if tenant is None else tenant
-            space = prompt.choose_namespace(opened, namespace, tenant)
-        selection = Selection(
-            tenant=tenant,
-            namespace=space,
-            prefix=asked,
-            extras=more,
-            writer=writer,
-            older_than_s=older_than_s,
-            everything=everything,
-            tier=tier,
-        )
-        evict_now = functools.partial(
-            opened.evict, selection, include_pinned=include_pinned, erase_key=erase_key
-        )
-        only_say = dry_run or (erase_key and not yes)
-        done = evict_now(dry_run=only_say or not yes)
-        if done.dry_run and not only_say and done.pages > 0 and done.chains <= 1:
-            done = evict_now(dry_run=False)
-    output.show_eviction(done, as_json=json)
-
-
-@app.command()
-@on_store
-def flush(
-    store: Place,
-    deadline: Annotated[str, typer.Option(help="How long to wait: 10s, 1m.")] = "10s",
-    json: Json = False,
-) -> None:
-    """Wait until all that was committed is on disk. Exit code 1 when the deadline passed first."""
-    with store.opened() as opened:
-        done = opened.flush(parse_duration(deadline))
-    output.show_flush(done, as_json=json)
-    if not done:
-        raise typer.Exit(1)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo(context: typer.Context) -> None:
-    """Show a real model answer from the cache, also after kill -9."""
-    # A child process: the store knows nothing of engines, and its package need not be complete.
-    import subprocess
-
-    command = [sys.executable, "-m", "kvstore.engine_adapter.demo", *context.args]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603
-
-
-add_examples(app.registered_commands)
+BROKEN_OFF = 130
 
 
 def main() -> None:
-    """Entry point of the command."""
-    # gRPC writes lines of its own to stderr, in a form of its own; what they say we say.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    """Run the command that sys.argv names."""
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not in nohup
+    if interruptible:
+        signal.signal(signal.SIGINT, _leave)
+    from kvstore.cli_commands import run
+
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app()
-    except KVStoreError as exc:
-        typer.echo(f"kvstore: {exc}", err=True)
-        sys.exit(1)
+        code = run(sys.argv[1:])
     except KeyboardInterrupt:
-        typer.echo("", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
-    except PermissionError as exc:
-        typer.echo(
-            f"kvstore: {exc}: run as its owner, or ask its server by an address (kvstore://...)",
-            err=True,
-        )
-        sys.exit(1)
-    except OSError as exc:  # of what is written to, as a full disk
-        typer.echo(f"kvstore: {exc}", err=True)
-        sys.exit(1)
+        _leave()
+    if interruptible:
+        signal.signal(signal.SIGINT, _leave)  # while the interpreter ends
+    sys.exit(code)
+
+
+def _leave(number: int = 0, frame: FrameType | None = None) -> None:
+    """At once: a stack of imports or of an ending interpreter tells nobody anything."""
+    os.write(2, b"\n")
+    os._exit(BROKEN_OFF)
 
 
 if __name__ == "__main__":

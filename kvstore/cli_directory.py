@@ -8,10 +8,11 @@ import fcntl
 import functools
 import inspect
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
@@ -19,14 +20,13 @@ from kvstore.client_config import ClientConfig
 from kvstore.errors import ConfigError, DirectoryError
 from kvstore.server_address import SCHEME, parse_address
 from kvstore.socket_probe import why_unreachable
-from kvstore.store import Store
-from kvstore.tiers.store_directory import LOCK_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvstore.interface import OperatorLike
     from kvstore.server_address import ServerAddress
+    from kvstore.store import Store
 
 HOST_BYTES = 1 << 20
 HOLDER_BYTES_MAX = 200
@@ -80,6 +80,8 @@ class Place:
                 f"{directory}: in use by {holder}, and no server answers there ({reason}); stop it,"
                 f" or name the address that it listens at: {SCHEME}HOST:PORT"
             )
+        from kvstore.store import Store  # not needed where a server is asked
+
         with Store.open(directory, host_bytes=host_bytes) as store:
             yield store
 
@@ -91,6 +93,12 @@ class Place:
         _check(address.directory)
         reason = why_unreachable(address.socket, self.config.trusted_uid)
         return address.directory if reason else None
+
+
+def is_here(opened: OperatorLike) -> TypeGuard[Store]:
+    """Whether this process opened the store itself, instead of asking a server."""
+    loaded = sys.modules.get("kvstore.store")
+    return loaded is not None and isinstance(opened, loaded.Store)
 
 
 def on_store(command: Callable[..., None]) -> Callable[..., None]:
@@ -153,6 +161,8 @@ def _check(directory: Path) -> None:
 
 def _holder(directory: Path) -> str:
     """Who has the directory open now, as it wrote itself down; "" when nobody has."""
+    from kvstore.tiers.store_directory import LOCK_NAME
+
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -9,10 +9,8 @@ import typer
 
 from kvstore import cli_output as output
 from kvstore.cli_options import Json
-from kvstore.config import load_config
 from kvstore.doctor import BAD, WARN, examine
 from kvstore.quantity import format_bytes
-from kvstore.server_config import ServerConfig
 
 
 def doctor(
@@ -30,6 +28,9 @@ def doctor(
     """
 
     def settings() -> str:
+        from kvstore.config import load_config
+        from kvstore.server_config import ServerConfig
+
         flags = {"directory": directory} if directory is not None else {}
         found = load_config(flags, config, kind=ServerConfig)
         return (

@@ -24,7 +24,6 @@ from kvstore.cli_options import (
     TokensFile,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.ghost_list import Left
 from kvstore.quantity import format_age
 from kvstore.spec import SPEC_JSON_BYTES_MAX, CacheSpec
 
@@ -88,6 +87,8 @@ def _show(found: Explanation, decode: Callable[[int], str] | None, *, as_json: b
     if as_json:
         output.print_json(found.to_dict())
         return
+    from kvstore.ghost_list import Left
+
     out = output.console()
     out.print(found.verdict)
     out.print(

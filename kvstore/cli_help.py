@@ -31,8 +31,8 @@ INTRODUCTION = (
 EPILOG = (
     "\b\n"
     "Exit codes: 0 done; 1 refused or failed, or something is wrong (verify, doctor); 2 wrong\n"
-    "usage; 130 broken off with Ctrl-C. --json prints one JSON document; why a command failed is\n"
-    "said on stderr. Colours only on a terminal, and not with NO_COLOR set."
+    "usage; 130 broken off with Ctrl-C. --json prints one JSON document, also of a failure; why a\n"
+    "command failed is said on stderr. Colours only on a terminal, and not with NO_COLOR set."
 )
 EXAMPLES = {
     "serve": "kvstore serve /var/cache/kv --host-bytes 32GiB --disk-bytes 1TiB",

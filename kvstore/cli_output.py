@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kvstore import documents
 from kvstore.policy_words import sentences
@@ -17,12 +14,14 @@ from kvstore.quantity import format_age, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from rich.console import Console
+    from rich.table import Table
+
     from kvstore.inspection import Chain, FoundChain, NamespaceUsage
     from kvstore.removal import Eviction
     from kvstore.store_stats import Stats
 
 CHAIN_ID_DIGITS = 16
-PIPE_COLUMNS = 1 << 16  # what reads lines from a pipe wants a sentence to be one
 _REDIS_COUNTERS = ("pages_written", "pages_present", "dropped", "pages_read")
 
 
@@ -188,14 +187,17 @@ _RIGHT_CHAINS = right("pages", "tokens", "size", "in host", "on disk", "hits", "
 
 
 def console() -> Console:
-    """Colours and width as the terminal has them; plain and never broken into a pipe."""
-    made = Console(highlight=False, markup=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, width=PIPE_COLUMNS)
+    """Stdout, as cli_console.py makes it."""
+    from kvstore import cli_console
+
+    return cli_console.console()
 
 
 def table_of(*columns: str) -> Table:
     """A plain table; a name that begins with ">" is a column of numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    from kvstore import cli_console
+
+    table = cli_console.plain_table()
     for name in columns:
         number = name.startswith(">")
         table.add_column(name.lstrip(">"), justify="right" if number else "left", no_wrap=number)
@@ -204,7 +206,7 @@ def table_of(*columns: str) -> Table:
 
 def print_json(document: dict[str, Any]) -> None:
     """One document, one line, on stdout."""
-    console().file.write(documents.to_json(document) + "\n")
+    sys.stdout.write(documents.to_json(document) + "\n")
 
 
 @contextmanager
@@ -213,10 +215,14 @@ def progress(what: str, unit: str = "pages") -> Iterator[Callable[[float, float]
 
     Nothing where stderr is no terminal.
     """
-    screen = Console(stderr=True)
+    from kvstore import cli_console
+
+    screen = cli_console.screen(stderr=True)
     if not screen.is_terminal:
         yield lambda done, total: None
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
     with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
         task = bar.add_task(what, total=None, said="")

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstore import cli_output as output
-from kvstore.cli_directory import Place
+from kvstore.cli_directory import Place, is_here
 from kvstore.cli_options import Chain, Json
 from kvstore.errors import InvalidRequest
 from kvstore.quantity import parse_duration
-from kvstore.request import checked_chain_id
-from kvstore.store import Store
 
 if TYPE_CHECKING:
     from kvstore.interface import OperatorLike
@@ -48,6 +46,8 @@ def unpin(store: Place, chain: Chain, json: Json = False) -> None:
 
 
 def _ask(store: Place, chain: str, ttl_s: float) -> int:
+    from kvstore.request import checked_chain_id
+
     digits = checked_chain_id(chain)
     with store.opened() as opened:
         _refuse_alone(opened)
@@ -55,7 +55,7 @@ def _ask(store: Place, chain: str, ttl_s: float) -> int:
 
 
 def _refuse_alone(opened: OperatorLike) -> None:
-    if isinstance(opened, Store):
+    if is_here(opened):
         raise InvalidRequest(
             "no server holds this directory, and pins end with the process that made them: "
             "`kvstore serve DIR` first"

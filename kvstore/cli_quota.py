@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvstore import cli_output as output
-from kvstore.cli_directory import Place
+from kvstore.cli_directory import Place, is_here
 from kvstore.cli_options import Json
 from kvstore.quantity import format_bytes
-from kvstore.store import Store
 
 if TYPE_CHECKING:
     from kvstore.interface import OperatorLike
@@ -43,7 +42,7 @@ def quota(store: Place, json: Json = False) -> None:
 
 
 def _usages(opened: OperatorLike) -> list[dict[str, Any]]:
-    if isinstance(opened, Store):
+    if is_here(opened):
         return [each.to_dict() for each in opened.tenant_usages()]
     return list(opened.stats().tenants)
 

@@ -11,20 +11,13 @@ from kvstore.cli_directory import Place
 from kvstore.cli_options import Json
 from kvstore.errors import InvalidRequest
 from kvstore.quantity import format_bytes, parse_bytes
-from kvstore.recorder import Recording
-from kvstore.recording import (
-    FOLDER,
-    Wish,
-    default_name,
-    leave_note,
-    noted_status,
-    take_note_back,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.interface import OperatorLike
+    from kvstore.recorder import Recording
+    from kvstore.recording import Wish
 
 ACTIONS = ("start", "stop", "status")
 
@@ -45,6 +38,8 @@ def record(
     """
     if action not in ACTIONS:
         raise InvalidRequest(f"record: {action!r} given; one of {', '.join(ACTIONS)}")
+    from kvstore.recording import Wish, default_name
+
     wish = Wish(name or default_name(), int(parse_bytes(max_bytes)))
     directory = store.held_without_server()
     if directory is None:
@@ -65,6 +60,9 @@ def _ask(opened: OperatorLike, action: str, wish: Wish) -> Recording:
 
 
 def _leave(directory: Path, action: str, wish: Wish) -> Recording:
+    from kvstore.recorder import Recording
+    from kvstore.recording import FOLDER, leave_note, noted_status, take_note_back
+
     if action == "start":
         leave_note(directory, wish)
         note = "a note is left for whoever holds the directory"

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstore.cli_help import described
-from kvstore.config import load_config
-from kvstore.heap import limit_heaps
-from kvstore.server_config import ServerConfig
 from kvstore.server_log import log_to_stderr
-from kvstore.server_security import ServerSecurity
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from kvstore.server import Server
+    from kvstore.server_config import ServerConfig
+    from kvstore.server_security import ServerSecurity
 
 Size = Annotated[str | None, typer.Option(help="Like 8GiB.", show_default=False)]
 Duration = Annotated[str | None, typer.Option(help="Like 60s.", show_default=False)]
@@ -117,6 +115,10 @@ def serve(
     Every setting is also a key of the TOML file and a variable KVSTORE_NAME.
     """
     flags: dict[str, Any] = dict(locals())
+    from kvstore.config import load_config
+    from kvstore.server_config import ServerConfig
+    from kvstore.server_security import ServerSecurity
+
     for name in ("config", "check_config"):
         del flags[name]
     settings = load_config(flags, config, kind=ServerConfig)
@@ -182,6 +184,8 @@ def _check_and_print(settings: ServerConfig) -> None:
 
 def _set_process_limits() -> None:
     """Before threads start and files are made."""
+    from kvstore.heap import limit_heaps
+
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # pages are prompts
     limit_heaps()

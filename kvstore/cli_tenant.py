@@ -14,17 +14,14 @@ from time import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from kvstore import cli_output as output
 from kvstore.client_config import ClientConfig
-from kvstore.config import load_config
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identity import Role
 from kvstore.private_file import replace_private
 from kvstore.quantity import format_age, format_bytes, parse_bytes, parse_duration
 from kvstore.server_address import parse_address
-from kvstore.server_config import ServerConfig
 from kvstore.shares import Tenancy
 from kvstore.tenants import Quota, TenantBook, edit_tenants, load_tenants
 
@@ -249,9 +246,7 @@ def _edit_and_give_token(
 
 
 def _show(tenants: list[dict[str, Any]], wall_now: float) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("tenant", "role", "token", "created", "ends", "quota"):
-        table.add_column(column)
+    table = output.table_of("tenant", "role", "token", "created", "ends", "quota")
     for tenant in tenants:
         quota = " ".join(
             f"{key}={value}" for key, value in tenant["quota"].items() if value is not None
@@ -262,13 +257,12 @@ def _show(tenants: list[dict[str, Any]], wall_now: float) -> None:
         ] or [("", "no token", "", "")]
         for number, row in enumerate(rows):
             table.add_row("" if number else tenant["name"], *row, "" if number else quota)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    output.console().print(table)
 
 
 def _show_usage(now: dict[str, dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("tenant", "memory", "share", "disk", "share", "pinned", "sessions", "leased"):
-        table.add_column(column, justify="left" if column == "tenant" else "right")
+    names = ("memory", "share", "disk", "share", "pinned", "sessions", "leased")
+    table = output.table_of("tenant", *output.right(*names))
     for name, found in sorted(now.items()):
         size = {key: format_bytes(found[key] or 0) for key in _USED}
         table.add_row(
@@ -281,7 +275,7 @@ def _show_usage(now: dict[str, dict[str, Any]]) -> None:
             str(found["sessions"]),
             size["leased_bytes"],
         )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    output.console().print(table)
 
 
 def _usage_at(server: str, access: ClientConfig) -> dict[str, dict[str, Any]]:
@@ -305,6 +299,9 @@ def _limits(given: dict[str, Any]) -> dict[str, int | None]:
 def _check_shares(book: TenantBook, config: Path | None) -> None:
     """Refuse shares that the server with these settings would refuse; a server always does."""
     if config is not None:
+        from kvstore.config import load_config
+        from kvstore.server_config import ServerConfig
+
         found = load_config({}, config, kind=ServerConfig)
         Tenancy.of(book.quotas, found.arena_bytes, found.disk_bytes)
 

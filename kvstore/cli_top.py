@@ -6,9 +6,6 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text as Words
 
 from kvstore import cli_output as output
 from kvstore.cli_directory import Place
@@ -39,9 +36,13 @@ def top(
 
     With --json, or into a pipe, one document or block each time.
     """
+    from rich.live import Live
+
+    from kvstore import cli_console
+
     wait_s = max(0.1, parse_duration(interval))
     before: Stats | None = None
-    screen = Console(highlight=False, markup=False)
+    screen = cli_console.screen()
     is_live = screen.is_terminal and not json
     with store.opened() as opened, Live(console=screen, auto_refresh=False) as live:
         if not is_live:
@@ -71,6 +72,9 @@ def _rates(before: Stats | None, now: Stats, seconds: float) -> dict[str, float]
 
 
 def _page(opened: OperatorLike, stats: Stats, rates: dict[str, float]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text as Words
+
     tiers = output.table_of("tier", *output.right("pages", "used", "capacity", "full"), "state")
     for tier in stats.tiers:
         full = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0

@@ -16,7 +16,6 @@ from kvstore import cli_prompt as prompt
 from kvstore.cli_directory import Place
 from kvstore.cli_options import Json, Namespace
 from kvstore.errors import InvalidRequest
-from kvstore.export_file import PieceReader, frames
 from kvstore.quantity import format_bytes
 
 if TYPE_CHECKING:
@@ -132,6 +131,8 @@ def _import_checked(
 
 def _checked(source: BinaryIO, show: Callable[[float, float], None]) -> dict[str, int]:
     """Look at every byte of a file; what its END says. InvalidRequest where it is damaged."""
+    from kvstore.export_file import frames
+
     size = os.fstat(source.fileno()).st_size
     end: dict[str, int] = {}
     for frame in frames(source.read):
@@ -142,6 +143,7 @@ def _checked(source: BinaryIO, show: Callable[[float, float], None]) -> dict[str
 
 def _exactly(read: Callable[[int], bytes]) -> Callable[[int], bytes]:
     """read(n) that gives less only at the end, also from a pipe."""
+    from kvstore.export_file import PieceReader
 
     def pieces() -> Iterator[bytes]:
         while piece := read(1 << 20):

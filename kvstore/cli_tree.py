@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text as Words
-from rich.tree import Tree
 
 from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
 from kvstore.cli_directory import Place
 from kvstore.cli_options import Json, Namespace, Tokenizer
 from kvstore.quantity import format_bytes
-from kvstore.tree_view import BRANCHES_MAX
+from kvstore.wire import BRANCHES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rich.tree import Tree
 
     from kvstore.tree_view import Branch, TreeView
 
@@ -58,6 +58,9 @@ def tree(
 
 
 def _drawn(view: TreeView, decode: Callable[[list[int]], str] | None) -> Tree:
+    from rich.text import Text as Words
+    from rich.tree import Tree
+
     top = Tree(
         Words(
             f"{view.namespace[: output.CHAIN_ID_DIGITS]} {view.model}, tenant {view.tenant}: "

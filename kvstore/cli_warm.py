@@ -16,11 +16,13 @@ from kvstore.client_config import ClientConfig
 from kvstore.errors import InvalidRequest
 from kvstore.private_file import read_private
 from kvstore.quantity import format_age, parse_duration
-from kvstore.warming import CONCURRENCY_MAX, Engine, Warmer, Warming, requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstore.warming import Warmer, Warming
+
+CONCURRENCY_MAX = 256
 KEY_BYTES_MAX = 4096
 BROKEN_OFF = 130
 SETTLE_S = 1.0
@@ -65,6 +67,8 @@ def warm(
     The API is OpenAI's, as vLLM and SGLang serve it; one token is generated a prompt. Exit code 1
     when a prompt failed; the others are done.
     """
+    from kvstore.warming import Engine, Warmer, requests_of
+
     is_jsonl = jsonl if jsonl is not None else file.suffix == ".jsonl"
     content = prompt.read_file(file, prompt.PROMPT_CHARS_MAX)
     prompts = requests_of(content, str(file), is_jsonl=is_jsonl)
@@ -88,6 +92,8 @@ def warm(
 
 def _run(warmer: Warmer, prompts: int) -> tuple[Warming, bool]:
     """How it ended, and whether with Ctrl-C: what was done by then counts."""
+    from kvstore.warming import Warming
+
     now = Warming(prompts)
     with output.progress("warm", "prompts") as show:
         try:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from kvstore import cli_console
 from kvstore.errors import InvalidRequest
 from kvstore.simulation_tiers import replay_writes
 from kvstore.tiers.admission import ADMISSIONS
@@ -108,6 +108,6 @@ def show_writes(trace: Trace, results: list[Writes], *, as_json: bool) -> None:
             f"{each.written_blocks:,}",
             f"{each.written_per_hit:.2f}",
         )
-    console = Console()
+    console = cli_console.console()
     console.print(table)
     console.print(MEANING)

@@ -15,8 +15,9 @@ from kvstore.recording import BYTES_DEFAULT, Wish
 from kvstore.request import checked_chain_id, checked_deadline
 from kvstore.tenant_usage import pin_chain
 from kvstore.tree_map import tree_map
-from kvstore.tree_view import BRANCHES_MAX, tree_views
+from kvstore.tree_view import tree_views
 from kvstore.verification import Verifier
+from kvstore.wire import BRANCHES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from kvstore.shared_memory import peer_uid
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -22,6 +20,8 @@ def why_unreachable(path: Path, trusted_uid: int) -> str:
         probe.settimeout(PROBE_TIMEOUT_S)
         try:
             probe.connect(str(path))
+            from kvstore.shared_memory import peer_uid  # numpy, where nobody listens for nothing
+
             uid = peer_uid(probe)
         except OSError as exc:
             return f"{path}: {exc.strerror or exc}"

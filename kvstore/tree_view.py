@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvstore.tree_map import Runs
 
 HEAD_TOKENS = 32  # of a run, to be shown
-BRANCHES_MAX = 10_000  # of one answer
 
 
 @dataclass(frozen=True, slots=True)

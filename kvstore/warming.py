@@ -22,7 +22,6 @@ from kvstore.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CONCURRENCY_MAX = 256
 ANSWER_BYTES_MAX = 16 << 20
 ERROR_CHARS_MAX = 200
 ERRORS_KEPT = 5

@@ -16,6 +16,7 @@ EXTENTS_NAME = "extents.sock"
 CONTROL_BYTES_MAX = 4 << 20  # of one message; larger ones are refused by grpc itself
 DOCUMENT_BYTES_MAX = 64 << 20  # of a reply: listings, and where the pages of long prompts are
 CHAINS_MAX = 100_000  # of one listing
+BRANCHES_MAX = 10_000  # of one answer about trees
 PIECE_BYTES = 1 << 20  # of a message of ReadPages and WritePages
 METADATA_BYTES_MAX = 16 << 10
 DEADLINE_S_MAX = 60.0  # of a call; every call but the streams below has a deadline

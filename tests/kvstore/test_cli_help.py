@@ -16,7 +16,7 @@ from known_pages import SPEC, prompt, save
 from typer.main import get_command
 
 from kvstore import Store
-from kvstore.cli import app
+from kvstore.cli_commands import app
 from kvstore.cli_help import EXAMPLES, SECTIONS
 
 if TYPE_CHECKING:
@@ -94,7 +94,11 @@ def test_the_shell_learns_commands_and_options() -> None:
 
     def completed(*words: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-c", "from kvstore.cli import app; app(prog_name='kvstore')"],
+            [
+                sys.executable,
+                "-c",
+                "from kvstore.cli import main; main()",
+            ],
             capture_output=True,
             text=True,
             timeout=60,
@@ -141,8 +145,10 @@ def test_colour_is_for_terminals_and_not_with_no_color(tmp_path: Path) -> None:
         save(store.session(SPEC), prompt(0, 2), durable=True)
     assert b"\x1b[1m" in seen_in_a_terminal("ls", str(tmp_path))
     plain = seen_in_a_terminal("ls", str(tmp_path), NO_COLOR="1")
-    assert b"\x1b[3" not in plain, "no colour; bold is none"
-    assert "\x1b" not in run("ls", str(tmp_path))
+    assert b"\x1b" not in plain, "bold neither"
+    piped_table = run("ls", str(tmp_path))
+    assert "\x1b" not in piped_table
+    assert [line for line in piped_table.splitlines() if line.endswith(" ")] == []
     piped = seen_in_a_terminal("ls", str(tmp_path), "--json", NO_COLOR="1")
     assert json.loads(piped)["chains_total"] == 1
 
@@ -163,3 +169,15 @@ def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
         said = running.stderr.read()
     assert b"Traceback" not in said
     assert running.returncode in (0, 1)
+
+
+@pytest.mark.slow
+def test_the_doctor_in_a_pipe_says_a_line_a_finding_and_no_spaces(tmp_path: Path) -> None:
+    """Its lines were filled up to the longest advice, 250 columns."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", "doctor", str(tmp_path)], capture_output=True
+    )
+    lines = done.stdout.decode().splitlines()
+    assert lines[0].split() == ["what", "found"]
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert b"\x1b" not in done.stdout

@@ -15,7 +15,7 @@ from known_pages import SPEC, prompt, save
 from server_process import ServerProcess
 
 from kvstore import Store
-from kvstore.cli import app
+from kvstore.cli_commands import app
 from kvstore.connect import connect
 from kvstore.errors import KVStoreError
 from kvstore.identity import Role

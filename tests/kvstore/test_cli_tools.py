@@ -326,7 +326,7 @@ def test_pipes_and_no_color_get_plain_text_and_usage_is_2(folder: str) -> None:
 def test_every_command_has_help_that_says_what_it_does() -> None:
     from typer.main import get_command
 
-    from kvstore.cli import app
+    from kvstore.cli_commands import app
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
     assert {"tree", "pin", "unpin", "verify", "export", "import", "doctor", "top"} <= set(commands)

@@ -16,8 +16,8 @@ from small_trace import records, small_trace
 from typer.testing import CliRunner
 
 from kvstore.belady import replay_belady
-from kvstore.cli import app
-from kvstore.cli_simulate import parse_sizes
+from kvstore.cli_commands import app
+from kvstore.cli_replay import parse_sizes
 from kvstore.errors import InvalidRequest
 from kvstore.plot import line_chart
 from kvstore.simulation import Replay, replay

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_trace import records, small_trace, trace_of
 from typer.testing import CliRunner
 
-from kvstore.cli import app
+from kvstore.cli_commands import app
 from kvstore.cli_writes import WRITE_POLICIES
 from kvstore.prefix_index.page_table import HOST
 from kvstore.simulation import replay

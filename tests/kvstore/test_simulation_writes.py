@@ -9,7 +9,7 @@ import pytest
 from small_trace import records, small_trace
 from typer.testing import CliRunner
 
-from kvstore.cli import app
+from kvstore.cli_commands import app
 from kvstore.errors import InvalidRequest
 from kvstore.simulation import replay
 from kvstore.simulation_tiers import replay_writes
