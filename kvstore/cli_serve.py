@@ -179,6 +179,8 @@ def _check_and_print(settings: ServerConfig) -> None:
     from kvstore.settings_check import check_settings  # what a start need not load
 
     check_settings(settings)
+    if settings.warning:
+        typer.echo(f"kvstore: warning: {settings.warning}", err=True)
     typer.echo(settings.model_dump_json(indent=2))
 
 

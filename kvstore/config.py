@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # What a config that extends StoreConfig is written with comes from here, pydantic's names included.
 __all__ = [
+    "HOST_BYTES_MIN",
     "Bytes",
     "Count",
     "Field",
@@ -60,6 +61,19 @@ HOST_SHARE_OF_FREE_MEMORY = 0.25
 DISK_BYTES_DEFAULT_MAX = 64 << 30
 DISK_SHARE_OF_FREE_DISK = 0.5
 ENVIRONMENT_PREFIX = "KVSTORE_"
+
+# What pydantic finds wrong, in our words.
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+_KINDS = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is needed"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is needed"),
+    "string_type": "text is needed",
+}
 
 # Kubernetes sets these in every pod beside a service named "kvstore"; they are not settings.
 _KUBERNETES = re.compile(r"KVSTORE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
@@ -255,10 +269,20 @@ def load_config(
     Flags that are None were not given. `environ` is os.environ unless said otherwise. `kind` is
     StoreConfig, or what adds settings to it.
     """
-    values = _file_values(file) if file is not None else {}
-    values |= environment_values(os.environ if environ is None else environ, kind)
+    environ = os.environ if environ is None else environ
+    in_file = _file_values(file) if file is not None else {}
+    variables = environment_values(environ, kind)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
-    return kind(**(values | _one_name(given)))
+    flagged = _one_name(given)
+    sources = dict.fromkeys(in_file, f"in {file}")
+    sources |= {name: _variable(name, environ) for name in variables}
+    try:
+        return kind(**(in_file | variables | flagged))
+    except ConfigError as exc:
+        lines = str(exc).split("\n")
+        raise ConfigError(
+            "\n".join(_with_source(each, sources, flagged) for each in lines)
+        ) from None
 
 
 def environment_values(
@@ -274,6 +298,21 @@ def environment_values(
                 raise ConfigError(f"{name}: unknown environment variable; {_near(name, shown)}")
             values[key] = value
     return _one_name(values)
+
+
+def _variable(name: str, environ: Mapping[str, str]) -> str:
+    """Of a setting that came from there."""
+    variable = ENVIRONMENT_PREFIX + name.upper()
+    return variable if variable in environ else ENVIRONMENT_PREFIX + "DIR"
+
+
+def _with_source(line: str, sources: Mapping[str, str], flagged: Mapping[str, Any]) -> str:
+    """A problem with where its setting was read, if that is not the command line."""
+    field, colon, rest = line.partition(":")
+    name = "directory" if field == "dir" else field
+    if not colon or name not in sources or name in flagged:
+        return line
+    return f"{field} ({sources[name]}):{rest}"
 
 
 def default_directory() -> Path:
@@ -338,7 +377,20 @@ def _line(error: ErrorDetails, values: Mapping[str, Any], kind: type[StoreConfig
         reason = str(error["ctx"]["error"])
         return f"{field}: {reason}" if field else reason
     given = shown(values.get(field, error["input"]))
-    return f"{field}: {given} given; {error['msg'][:1].lower()}{error['msg'][1:]}"
+    return f"{field}: {given} given; {_wanted(error, field)}"
+
+
+def _wanted(error: ErrorDetails, field: str) -> str:
+    context, kind = error.get("ctx", {}), error["type"]
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        bound = context[key]
+        unit = " s" if field.endswith("_s") else ""
+        bound = format_bytes(bound) if "bytes" in field else f"{bound:.12g}{unit}"
+        return f"{words} {bound} is needed"
+    if kind == "literal_error":
+        return f"{context['expected']} is needed"
+    return _KINDS.get(kind, error["msg"])
 
 
 def _near(name: str, known: list[str]) -> str:

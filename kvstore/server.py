@@ -28,7 +28,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvstore.auth import CredentialAuthorizer
 from kvstore.call_pool import CallPool
 from kvstore.dashboard_data import DashboardData
-from kvstore.errors import ConfigError, DirectoryError, KVStoreError
+from kvstore.errors import CapacityError, ConfigError, DirectoryError, KVStoreError
 from kvstore.extent_server import ExtentServer
 from kvstore.heap import reuse_large_buffers
 from kvstore.identity import PUBLIC_TENANT
@@ -125,7 +125,11 @@ class Server:
         self.config = config
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         reuse_large_buffers()
-        self.store = Store.open(wait_warm=False, files=files, **config.store_config().model_dump())
+        try:
+            settings = config.store_config().model_dump()
+            self.store = Store.open(wait_warm=False, files=files, **settings)
+        except CapacityError as exc:
+            raise CapacityError(f"{config.host_bytes_words}: {exc}") from exc
         try:
             config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
         except OSError as exc:
@@ -211,8 +215,9 @@ class Server:
         if config.idle_exit_s is None and config.directory is not None:
             note_served(config.directory)  # else a client would start another one after a kill
         _log.info("serving %s at %s", config.directory, config.address)
-        if self._security.warning:
-            _log.warning("%s", self._security.warning)
+        for warning in (self._security.warning, config.warning):
+            if warning:
+                _log.warning("%s", warning)
 
     def run(self) -> int:
         """Serve until somebody wants a stop, then stop; the exit code of the process."""

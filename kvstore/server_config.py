@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvstore.config import (
+    HOST_BYTES_MIN,
     Bytes,
     Count,
     Field,
@@ -24,12 +26,20 @@ from kvstore.errors import ConfigError
 from kvstore.events_listen import check_events_listen
 from kvstore.metrics_listen import check_metrics_listen
 from kvstore.quantity import format_bytes, parse_bytes
+from kvstore.spec import PAGE_BYTES_AIM
 from kvstore.wire import SOCKET_NAME
 
 STAGING_SHARE = 8  # of host_bytes, unless said otherwise
 PATH_BYTES_MAX = 107  # of a Unix socket
+SHARE_OF_ARENA = 0.25  # that one session may keep from moving
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+
+
+def useful_host_bytes(page_bytes: int) -> int:
+    """With less a session may not lease one page of that size, and finds nothing; whole MiB."""
+    arena = page_bytes / SHARE_OF_ARENA
+    return -(-int(arena * STAGING_SHARE / (STAGING_SHARE - 1)) >> 20) << 20
 
 
 class ServerConfig(StoreConfig):
@@ -78,8 +88,9 @@ class ServerConfig(StoreConfig):
         """See StoreConfig."""
         filled = super().with_defaults(values)
         if not filled.get("staging_bytes"):
-            share = parse_bytes(filled["host_bytes"]) // STAGING_SHARE
-            filled["staging_bytes"] = share // 4096 * 4096
+            with suppress(ConfigError):  # host_bytes makes no sense, and is refused by its name
+                share = parse_bytes(filled["host_bytes"]) // STAGING_SHARE
+                filled["staging_bytes"] = share // 4096 * 4096
         return filled
 
     @model_validator(mode="after")
@@ -90,6 +101,12 @@ class ServerConfig(StoreConfig):
             raise ConfigError(
                 f"staging_bytes: {format_bytes(self.staging_bytes)} of host_bytes = "
                 f"{format_bytes(self.host_bytes)}; at most half of it"
+            )
+        if self.arena_bytes < HOST_BYTES_MIN:
+            raise ConfigError(
+                f"{self.host_bytes_words}; at least "
+                f"{format_bytes(HOST_BYTES_MIN + self.staging_bytes)} are needed, and "
+                f"{format_bytes(useful_host_bytes(PAGE_BYTES_AIM))} for pages as adapters make them"
             )
         check_metrics_listen(self.metrics_listen)
         check_dashboard_listen(self.dashboard_listen)
@@ -127,6 +144,31 @@ class ServerConfig(StoreConfig):
     def arena_bytes(self) -> int:
         """Memory for pages: what staging leaves of host_bytes."""
         return self.host_bytes - self.staging_bytes
+
+    @property
+    def session_bytes(self) -> int:
+        """What one session may lease of it."""
+        return int(self.arena_bytes * SHARE_OF_ARENA)
+
+    @property
+    def host_bytes_words(self) -> str:
+        """As it was asked for, and what of it the store does not see."""
+        return (
+            f"host_bytes: {format_bytes(self.host_bytes)} given, of which "
+            f"{format_bytes(self.staging_bytes)} are staging_bytes"
+        )
+
+    @property
+    def warning(self) -> str:
+        """What is allowed and hardly meant; else empty."""
+        if self.session_bytes >= PAGE_BYTES_AIM:
+            return ""
+        return (
+            f"host_bytes: {format_bytes(self.host_bytes)} given, of which a session may lease "
+            f"{format_bytes(self.session_bytes)}: look-ups of pages as adapters make them, "
+            f"{format_bytes(PAGE_BYTES_AIM)} and more, find nothing; at least "
+            f"{format_bytes(useful_host_bytes(PAGE_BYTES_AIM))} are needed for them"
+        )
 
     def store_config(self) -> StoreConfig:
         """The store's part. Staging is taken out of the arena's bytes: the host's total holds."""

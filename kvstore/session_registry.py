@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import CapacityError
 from kvstore.identity import PUBLIC_TENANT
+from kvstore.quantity import format_bytes
+from kvstore.server_config import SHARE_OF_ARENA, useful_host_bytes
 from kvstore.server_session import ServerSession, UnknownHandle
 from kvstore.shares import room_beside
 from kvstore.staging_pool import SESSION_BYTES_MAX, StagingPool
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from kvstore.spec import CacheSpec
     from kvstore.store import Store
 
-SHARE_OF_ARENA = 0.25  # that one session may keep from moving
 DOUBT_S = 2.0  # for a client whose credential was changed to come with the new one
 STAGING_PART_MAX = 4  # of a tenant's host_bytes_max
 NO_QUOTA = Quota()
@@ -126,6 +127,15 @@ class SessionRegistry:
             bytes_max = most // STAGING_PART_MAX if most is not None else None
             memory = self._staging.take(spec.page_bytes, tenant, quotas, bytes_max)
         quota = max(min(SESSION_BYTES_MAX, host_bytes // STAGING_SHARE), spec.page_bytes + 4096)
+        limit_bytes = int(host_bytes * SHARE_OF_ARENA)
+        if spec.page_bytes > limit_bytes:
+            _log.warning(
+                "a session with pages of %s will find nothing: it may lease %s; at least "
+                "--host-bytes %s is needed",
+                format_bytes(spec.page_bytes),
+                format_bytes(limit_bytes),
+                format_bytes(useful_host_bytes(spec.page_bytes)).replace(" ", ""),
+            )
         return ServerSession(
             secrets.token_bytes(SESSION_BYTES),
             identity,
@@ -133,7 +143,7 @@ class SessionRegistry:
             is_shared=shared_memory,
             staging=memory,
             staging_bytes=memory.size if memory is not None else quota,
-            limit_bytes=int(host_bytes * SHARE_OF_ARENA),
+            limit_bytes=limit_bytes,
             clock=self._clock,
             gone=self._gone,
             holds=holds,

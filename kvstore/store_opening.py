@@ -41,7 +41,8 @@ def open_disk(
             load=False,  # WarmStart does, in the background
         )
     except (TierError, OSError) as exc:
-        raise DirectoryError(f"{config.directory}: {exc}") from exc
+        said, place = str(exc), str(config.directory)
+        raise DirectoryError(said if place in said else f"{place}: {said}") from exc
     try:
         _check_note(config.directory)
         secret = _secret(config)  # only now that the directory is known to be ours

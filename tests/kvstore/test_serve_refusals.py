@@ -7,9 +7,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from server_process import ServerProcess
 
-from kvstore import Store
+from kvstore import CacheSpec, Store
+from kvstore.connect import connect
 from kvstore.errors import ConfigError
 from kvstore.server_config import ServerConfig
 from kvstore.settings_check import check_settings
@@ -20,9 +23,10 @@ if TYPE_CHECKING:
 MEMORY = "--host-bytes=16MiB"
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments: str, **variables: str) -> str:
     command = [sys.executable, "-m", "kvstore.cli", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environment = os.environ | variables
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr
@@ -89,3 +93,62 @@ def test_a_read_only_mount_of_a_store_is_a_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "Read-only file system" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_refused_size_is_the_one_that_was_given(tmp_path: Path) -> None:
+    """It said "57344 given" of 64 KiB, and "175.00 GiB asked" of 200: what staging leaves."""
+    small = refused(str(tmp_path), "--host-bytes=64KiB")
+    assert "host_bytes: 64 KiB given, of which 8 KiB are staging_bytes; at least 72 KiB" in small
+    assert "5 MiB for pages as adapters make them" in small
+    for more in ((), ("--check-config",)):
+        large = refused(str(tmp_path / "store"), "--host-bytes=16TiB", *more)
+        assert large.startswith("kvstore: host_bytes: 16 TiB given")
+        assert "available; lower --host-bytes" in large
+
+
+@pytest.mark.slow
+def test_a_refused_setting_says_where_it_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('io_threads = "many"\npolicy = "best"')
+    said = refused(
+        *(str(tmp_path), f"--config={file}", "--drain-s=soon"),
+        KVSTORE_HOST_BYTES="lots",
+        KVSTORE_POLICY="worst",
+    )
+    assert sorted(said.splitlines()) == [
+        "drain_s: 'soon' is not a duration; write like '90s', '10m' or '1h30m'",
+        f"io_threads (in {file}): 'many' given; a whole number is needed",
+        "kvstore: host_bytes (KVSTORE_HOST_BYTES): 'lots' is not a size; write like '8GiB' or "
+        "'512MB'",
+        "policy (KVSTORE_POLICY): 'worst' given; 'csl', 'lru', 'arc', 'gdsf' or 'auto' is needed",
+    ]
+
+
+@pytest.mark.slow
+def test_an_arena_too_small_for_any_hit_is_warned_of(tmp_path: Path) -> None:
+    """At 80 KiB a server started, stored pages of 1 MiB on disk, and answered all look-ups with
+    none of them. At the size that it names now, they are hits."""
+    spec = CacheSpec.opaque("large", page_tokens=4, page_bytes=1 << 20)
+    tokens = np.arange(4, dtype=np.int32)
+
+    def hits(directory: Path, size: str) -> tuple[int, list[str]]:
+        with ServerProcess(directory, f"--host-bytes={size}", "--disk-bytes=64MiB") as server:
+            server.start()
+            with connect(server.address) as store, store.session(spec) as session:
+                with session.reserve(tokens, deadline_s=10.0) as run:
+                    run.views()[0][:] = bytes(1 << 20)
+                    assert run.commit().pages == 1
+                with session.match(tokens) as found:
+                    pages = found.stage(10.0)
+            server.terminate()
+        lines = server.log.read_text().splitlines()
+        return pages, [line for line in lines if " warning " in line]
+
+    pages, warnings = hits(tmp_path / "small", "2MiB")
+    assert pages == 0
+    assert "host_bytes: 2 MiB given, of which a session may lease 448 KiB" in warnings[0]
+    assert "at least 5 MiB are needed" in warnings[0]
+    assert "with pages of 1 MiB will find nothing" in warnings[1]
+    assert "at least --host-bytes 5MiB is needed" in warnings[1]
+    assert hits(tmp_path / "enough", "5MiB") == (1, [])
