@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvstore.explanation import Elsewhere, Explanation
 
+EMPTY = "holds no tokens, so there is nothing to explain: as 1,2,3 or a JSON list of token ids"
 VALUE_CHARS_MAX = 40
 DIFFERENCES_MAX = 8  # shown of one namespace
 
@@ -58,7 +59,7 @@ def explain(
     Its longest match, the first differing token, pages that were here and why they left, and the
     fields that differ where more of it is stored.
     """
-    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
+    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer, empty=EMPTY)
     if asked is None:
         raise InvalidRequest("give a prompt: --tokens, --tokens-file, --text or --text-file")
     more = prompt.read_extras(extras)

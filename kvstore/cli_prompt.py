@@ -26,10 +26,12 @@ def read(
     text: str | None,
     text_file: Path | None,
     tokenizer: Path | None,
+    *,
+    empty: str = "is empty; leave it out to mean any",
 ) -> list[int] | None:
     """The one prompt that was given, as token ids; None when there is none.
 
-    An empty one is refused: it begins every prompt of a store.
+    An empty one is refused, with these words: it begins every prompt of a store.
     """
     given = [item for item in (tokens, tokens_file, text, text_file) if item is not None]
     if not given:
@@ -37,15 +39,15 @@ def read(
     if len(given) > 1:
         raise InvalidRequest("give one prompt: --tokens, --tokens-file, --text or --text-file")
     if tokens is not None:
-        return _not_empty(numbers(tokens, "--tokens"), "--tokens")
+        return _not_empty(numbers(tokens, "--tokens"), "--tokens", empty)
     if tokens_file is not None:
         ids = numbers(_content(tokens_file), str(tokens_file))
-        return _not_empty(ids, f"--tokens-file {tokens_file}")
+        return _not_empty(ids, f"--tokens-file {tokens_file}", empty)
     words = text if text is not None else _content(text_file)
     if tokenizer is None:
         raise InvalidRequest("a prompt as text needs --tokenizer PATH (a tokenizer.json)")
     ids = _load_tokenizer(tokenizer).encode(words, add_special_tokens=False).ids
-    return _not_empty(ids, "--text" if text is not None else f"--text-file {text_file}")
+    return _not_empty(ids, "--text" if text is not None else f"--text-file {text_file}", empty)
 
 
 def read_extras(given: str | None) -> dict[int, bytes] | None:
@@ -142,9 +144,9 @@ def _one_namespace(store: OperatorLike, digits: str, tenant: str | None) -> str:
     )
 
 
-def _not_empty(ids: list[int], where: str) -> list[int]:
+def _not_empty(ids: list[int], where: str, words: str) -> list[int]:
     if not ids:
-        raise InvalidRequest(f"{where} is empty; leave it out to mean any")
+        raise InvalidRequest(f"{where} {words}")
     return ids
 
 
@@ -179,8 +181,10 @@ def read_file(path: Path, chars_max: int) -> str:
         if len(content) > chars_max:
             raise InvalidRequest(f"{path}: more than {chars_max} characters")
         return content
-    except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidRequest(f"{path}: cannot be read: {exc}") from exc
+    except OSError as exc:
+        raise InvalidRequest(f"{path}: cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidRequest(f"{path}: is no text: {exc.reason} at byte {exc.start}") from exc
 
 
 def _load_tokenizer(path: Path):  # type: ignore[no-untyped-def] # its package is optional

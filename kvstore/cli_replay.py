@@ -169,10 +169,14 @@ def parse_sizes(given: str | None, unique: int, option: str = "--capacity") -> l
             raise InvalidRequest(
                 f"{option}: {part!r} is neither a number of blocks nor a %; like 1000 or 5%"
             ) from exc
+        if size == 0 and word.endswith("%"):
+            raise InvalidRequest(
+                f"{option}: {part!r} is less than one of the trace's {unique} blocks; at least "
+                f"{-(-100 // unique)}% is needed, or a number of blocks"
+            )
         if not 0 < size < 1 << 31:
             raise InvalidRequest(
-                f"{option}: {part!r} is {size} of the trace's {unique} blocks; at least 1 and "
-                f"less than {1 << 31} are needed"
+                f"{option}: {part!r} is {size} blocks; 1 to {(1 << 31) - 1} are needed"
             )
         found.append(size)
     return found

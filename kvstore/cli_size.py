@@ -37,8 +37,14 @@ def size(
     Bytes a token, tokens a GiB, the size of a page.
     """
     file = model / "config.json" if model.is_dir() else model
+    if not file.exists() and str(file) != "-":
+        wrong = "has no config.json" if model.is_dir() else "there is no such file or folder"
+        raise InvalidRequest(
+            f"{model}: {wrong}; give a model's folder or its config.json (nothing is downloaded)"
+        )
+    text = prompt.read_file(file, CONFIG_CHARS_MAX)
     try:
-        config = json_module.loads(prompt.read_file(file, CONFIG_CHARS_MAX))
+        config = json_module.loads(text)
     except (ValueError, RecursionError) as exc:
         raise InvalidRequest(f"{file}: not JSON: {exc}") from exc
     if not isinstance(config, dict):

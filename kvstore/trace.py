@@ -93,9 +93,10 @@ def read_trace(path: Path, progress: Callable[[int], None] | None = None) -> Tra
             if progress is not None and number % PROGRESS_LINES == 0:
                 progress(number)
     except (OSError, EOFError) as exc:
-        raise InvalidRequest(f"trace {path}: {exc}") from exc
+        why = getattr(exc, "strerror", None) or exc  # gzip has no errno
+        raise InvalidRequest(f"trace {path}: cannot be read: {why}") from exc
     if not builder.requests:
-        raise InvalidRequest(f"trace {path}: no requests in it")
+        raise InvalidRequest(f"trace {path}: no requests in it; `kvstore record` makes traces")
     return builder.done()
 
 

@@ -66,7 +66,10 @@ def test_an_empty_prompt_does_not_mean_the_whole_store(folder: str, tmp_path: Pa
         assert "is empty; leave it out to mean any" in run("evict", folder, *given, "-y", code=1)
     for file in (str(brackets), "/dev/null", "-"):
         assert "is empty" in run("evict", folder, "--tokens-file", file, "-y", code=1)
-    assert "--tokens is empty" in run("explain", folder, "--tokens", "", code=1)
+    for given in (("--tokens", ""), ("--tokens-file", str(empty))):
+        assert "holds no tokens, so there is nothing to explain" in run(
+            "explain", folder, *given, code=1
+        )
     with pytest.raises(InvalidRequest, match="prefix is empty"):
         Selection(prefix=b"", namespace=SPEC.namespace)
     assert len(run_json("ls", folder)["chains"]) == 2
