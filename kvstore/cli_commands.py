@@ -8,7 +8,6 @@ takes time to import (numpy, pydantic, rich, grpc) is imported where it is used.
 
 from __future__ import annotations
 
-import functools
 import json as json_library
 import os
 import sys
@@ -17,27 +16,19 @@ from typing import Annotated, Any
 import typer
 
 from kvstore import cli_output as output
-from kvstore import cli_prompt as prompt
 from kvstore._version import __version__
 from kvstore.cli_cert import cert
 from kvstore.cli_dashboard import dashboard
 from kvstore.cli_directory import Place, on_store
 from kvstore.cli_doctor import doctor
+from kvstore.cli_evict import evict
 from kvstore.cli_explain import explain
 from kvstore.cli_help import EPILOG, INTRODUCTION, Sections, add_examples
 from kvstore.cli_options import (
     Chain,
-    Extras,
     Json,
     Limit,
-    Namespace,
     Sort,
-    Text,
-    TextFile,
-    Tokenizer,
-    Tokens,
-    TokensFile,
-    Yes,
 )
 from kvstore.cli_pin import pin, unpin
 from kvstore.cli_quota import quota
@@ -75,7 +66,7 @@ app.command()(dashboard)
 app.command()(doctor)
 app.command()(size)
 app.command()(warm)
-for each in (explain, tree, pin, unpin, quota, record, top, verify, export):
+for each in (evict, explain, tree, pin, unpin, quota, record, top, verify, export):
     app.command()(on_store(each))
 app.command("import")(on_store(import_file))
 
@@ -151,75 +142,6 @@ def inspect(
         ids = ", ".join(each.chain.chain_id for each in found[:5])
         raise InvalidRequest(f"{len(found)} pages' ids begin with {chain}: {ids}; say more")
     output.show_chain(found[0], as_json=json)
-
-
-@app.command()
-@on_store
-def evict(
-    store: Place,
-    namespace: Namespace = None,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's pages.")] = None,
-    writer: Annotated[str | None, typer.Option(help="Only what this writer stored.")] = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Only what was stored longer ago: 90s, 10m, 2h, 7d.")
-    ] = None,
-    tier: Annotated[
-        str | None,
-        typer.Option(
-            help="Only from there: host or disk. Pages that are nowhere else are gone.",
-            metavar="TIER",
-        ),
-    ] = None,
-    tokens: Tokens = None,
-    tokens_file: TokensFile = None,
-    text: Text = None,
-    text_file: TextFile = None,
-    tokenizer: Tokenizer = None,
-    extras: Extras = None,
-    everything: Annotated[bool, typer.Option("--all", help="All pages of the store.")] = False,
-    include_pinned: Annotated[
-        bool, typer.Option("--include-pinned", help="Pinned pages too.")
-    ] = False,
-    erase_key: Annotated[
-        bool, typer.Option("--erase-key", help="Delete the tenant's key too; needs --tenant alone.")
-    ] = False,
-    yes: Yes = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    json: Json = False,
-) -> None:
-    """Evict chains by prefix, namespace, tenant, writer, age or tier.
-
-    A dry run when more than one chain would go, unless --yes is given.
-    """
-    from kvstore.removal import Selection
-
-    asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
-    more = prompt.read_extras(extras)
-    older_than_s = parse_duration(older_than) if older_than is not None else None
-    with store.opened() as opened:
-        if asked is None:
-            space = prompt.namespace_prefix(opened, namespace)
-        else:
-            tenant = "default" if tenant is None else tenant
-            space = prompt.choose_namespace(opened, namespace, tenant)
-        selection = Selection(
-            tenant=tenant,
-            namespace=space,
-            prefix=asked,
-            extras=more,
-            writer=writer,
-            older_than_s=older_than_s,
-            everything=everything,
-            tier=tier,
-        )
-        evict_now = functools.partial(
-            opened.evict, selection, include_pinned=include_pinned, erase_key=erase_key
-        )
-        only_say = dry_run or (erase_key and not yes)
-        done = evict_now(dry_run=only_say or not yes)
-        if done.dry_run and not only_say and done.pages > 0 and done.chains <= 1:
-            done = evict_now(dry_run=False)
-    output.show_eviction(done, as_json=json)
 
 
 @app.command()

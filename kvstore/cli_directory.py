@@ -154,8 +154,8 @@ def _check(directory: Path) -> None:
         raise DirectoryError(f"{directory}: there is no such directory")
     if not (directory / "store.json").is_file():
         raise DirectoryError(
-            f"{directory}: this is no store directory (it has no store.json); a store makes one "
-            "when it is opened there"
+            f"{directory}: this is no store directory (it has no store.json); `kvstore serve "
+            f"{directory}` makes it one"
         )
 
 

@@ -165,7 +165,9 @@ def show_eviction(done: Eviction, *, as_json: bool) -> None:
     what = f"{done.pages} pages of {done.chains} chains, {format_bytes(done.payload_bytes)}"
     kept = done.kept_leased + done.kept_pinned
     out = console()
-    if done.dry_run:
+    if not (done.pages or kept or done.kept_above):
+        out.print("Nothing to evict: no page fits that.")
+    elif done.dry_run:
         out.print(f"Dry run: {what} would go. Add --yes to do it.")
     else:
         out.print(f"Evicted {what}.")

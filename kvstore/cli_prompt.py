@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
@@ -11,12 +12,13 @@ from kvstore.errors import InvalidRequest
 from kvstore.identity import DEFAULT_TENANT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from kvstore.interface import OperatorLike
 
 _WHOLE = re.compile(r"[0-9a-fA-F]{32}")
+NAMED_MAX = 5  # names of tenants or writers in one message
 PROMPT_CHARS_MAX = 256 * 1024 * 1024  # of a file with token ids or text
 
 
@@ -106,6 +108,24 @@ def namespace_prefix(store: OperatorLike, namespace: str | None) -> bytes | None
     return bytes.fromhex(_one_namespace(store, namespace, None))
 
 
+def check_tenant(store: OperatorLike, tenant: str) -> None:
+    """Refuse one that has no page here, with the name that was meant, most likely."""
+    found = {space.tenant for space in store.namespaces()}
+    if not found:
+        raise InvalidRequest("the store is empty: no tenant has pages here")
+    if tenant not in found:
+        raise InvalidRequest(f"tenant {tenant} has no pages here; {did_you_mean(tenant, found)}")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The rest of a sentence: the name that is near, else some of those there are."""
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    named = ", ".join(sorted(known)[:NAMED_MAX])
+    return f"known here: {named}" + (", and more" if len(known) > NAMED_MAX else "")
+
+
 def choose_tenant(store: OperatorLike, tenant: str | None) -> str:
     """The tenant that was named, or the only one that has pages, or "default"."""
     if tenant is not None:
@@ -136,6 +156,8 @@ def _one_namespace(store: OperatorLike, digits: str, tenant: str | None) -> str:
         return spaces.pop()
     of_tenant = f" of tenant {tenant}" if tenant is not None else ""
     if not spaces:
+        if tenant is not None and not digits:
+            check_tenant(store, tenant)
         named = f" begins with {digits}" if digits else " has pages here"
         raise InvalidRequest(f"no namespace{of_tenant}{named}; `kvstore ls` shows them")
     raise InvalidRequest(

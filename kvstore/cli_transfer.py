@@ -15,8 +15,9 @@ from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
 from kvstore.cli_directory import Place
 from kvstore.cli_options import Json, Namespace
-from kvstore.errors import InvalidRequest
+from kvstore.errors import DirectoryError, InvalidRequest
 from kvstore.quantity import format_bytes
+from kvstore.server_address import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ def export(
         raise InvalidRequest(f"{file}: is there already; --force replaces it")
     with store.opened() as opened, output.progress("export", "bytes") as show:
         space = prompt.namespace_prefix(opened, namespace)
+        if tenant is not None:
+            prompt.check_tenant(opened, tenant)
         pieces = opened.export(tenant=tenant, namespace=space, chain=chain)
         if to_stdout:
             size = _copy(pieces, sys.stdout.buffer, show)
@@ -92,6 +95,7 @@ def import_file(
     The whole file is checked first, and refused with the position where it is damaged (from
     stdin, as it comes). Pages that are there already stay.
     """
+    _refuse_no_store(parse_address(store.where).directory)
     with store.opened(host_bytes=HOST_BYTES) as opened:
         if str(file) == "-":
             found = opened.import_pages(_exactly(sys.stdin.buffer.read), tenant=tenant)
@@ -110,6 +114,21 @@ def import_file(
         out.print(f"{last.left_out} pages found no room; raise --host-bytes or --disk-bytes.")
 
 
+def _refuse_no_store(directory: Path | None) -> None:
+    """With a word on how there comes to be one; other commands have nothing to do in a new one."""
+    if directory is None:
+        return
+    if not directory.exists():
+        raise DirectoryError(
+            f"{directory}: there is no such directory; `kvstore serve {directory}` makes a store, "
+            "and takes the file in while it runs"
+        )
+    if not directory.is_dir():
+        raise DirectoryError(
+            f"{directory}: this is a file; the store comes first: kvstore import STORE FILE"
+        )
+
+
 def _import_checked(
     take: Callable[..., Iterator[Imported]], file: Path, tenant: str | None
 ) -> Iterator[Imported]:
@@ -119,8 +138,11 @@ def _import_checked(
         raise InvalidRequest(f"{file}: cannot be read: {exc.strerror}") from exc
     with source:
         size = os.fstat(source.fileno()).st_size
-        with output.progress("check", "bytes") as show:
-            end = _checked(source, show)
+        try:
+            with output.progress("check", "bytes") as show:
+                end = _checked(source, show)
+        except InvalidRequest as exc:
+            raise InvalidRequest(f"{file}: {exc}") from exc
         source.seek(0)
         with output.progress("import") as show:
             for each in take(_exactly(source.read), tenant=tenant):

@@ -44,6 +44,8 @@ def tree(
     """
     with store.opened() as opened:
         space = prompt.namespace_prefix(opened, namespace)
+        if tenant is not None:
+            prompt.check_tenant(opened, tenant)
         found = opened.tree(tenant=tenant, namespace=space, depth=depth, branches=limit)
     if json:
         output.print_json({"trees": [each.to_dict() for each in found]})

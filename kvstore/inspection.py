@@ -277,6 +277,13 @@ def find_chain(state: StoreState, chain_id: str) -> list[int]:
     return found[:FOUND_MAX]
 
 
+def not_one(count: int, chain_id: str) -> str:
+    """In a sentence, that so many pages were found instead of one."""
+    if not count:
+        return f"no page's id begins with {chain_id}; `kvstore ls` shows chains"
+    return f"{count} pages' ids begin with {chain_id}; one is needed, so give more digits of it"
+
+
 def found_chains(
     state: StoreState, chain_id: str, specs: Mapping[bytes, str], models: dict[bytes, str]
 ) -> list[FoundChain]:

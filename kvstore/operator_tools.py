@@ -119,7 +119,7 @@ class OperatorTools:
         if chain is not None:
             ends = inspection.find_chain(self.state, checked_chain_id(chain))
             if len(ends) != 1:
-                raise InvalidRequest(f"export: {len(ends)} pages' ids begin with {chain}")
+                raise InvalidRequest(f"export: {inspection.not_one(len(ends), chain)}")
         return Exporter(
             self.state,
             dict(self._specs.texts()),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest, QuotaError
-from kvstore.inspection import find_chain
+from kvstore.inspection import find_chain, not_one
 from kvstore.tiers.arena_use import NOTHING
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def pin_chain(state: StoreState, chain_id: str, ttl_s: float) -> int:
     """See Store.pin_chain."""
     ends = find_chain(state, chain_id)
     if len(ends) != 1:
-        raise InvalidRequest(f"pin: {len(ends)} pages' ids begin with {chain_id}; one is needed")
+        raise InvalidRequest(f"pin: {not_one(len(ends), chain_id)}")
     with state.lock:
         page = ends[0]
         if not state.index.table.is_live(page):

@@ -41,7 +41,7 @@ def test_ls_names_tenants_where_there_are_several(tmp_path: Path) -> None:
     assert lines[at].split()[:3] == ["chain", "tenant", "model"]
     assert [line.split()[1] for line in lines[at + 1 : at + 3]] == ["acme", "zeta"]
     said = run("explain", tmp_path, "--tokens", _ids(prompt(0, 5)), code=1)
-    assert "of tenant default" in said
+    assert "tenant default has no pages here; known here: acme, zeta" in said
 
 
 def _ids(tokens: object) -> str:

@@ -186,7 +186,7 @@ def test_a_pin_keeps_a_chain_until_it_is_taken_back(served: ServerProcess, folde
     assert run_json("evict", where, "--all", "--yes")["kept_pinned"] == 3
     assert "may leave again" in run("unpin", served.address, chain)
     assert run_json("ls", where)["chains"][0]["pinned"] is False
-    assert "0 pages' ids begin" in run("pin", where, "f" * 32, code=1)
+    assert "no page's id begins" in run("pin", where, "f" * 32, code=1)
     assert "--ttl" in run("pin", where, chain, "--ttl", "0s", code=1)
     assert "no server holds" in run("pin", folder, chain[:4], code=1)
 

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from command import run, run_json
+from known_pages import SPEC, prompt, save
+
+from kvstore import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,3 +55,65 @@ def test_size_knows_what_is_missing_from_what_is_no_json(tmp_path: Path) -> None
     assert "config.json: not JSON" in run("size", str(tmp_path), code=1)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     assert "config.json: is no text" in run("size", str(tmp_path), code=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    path = tmp_path / "store"
+    with Store.open(path, host_bytes="4MiB", disk_bytes="64MiB") as store:
+        save(store.session(SPEC, writer="engine-1", tenant="acme"), prompt(0, 5))
+        save(store.session(SPEC, writer="engine-2", tenant="zeta"), prompt(1, 3))
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("evict --tenant acem -y", "tenant acem has no pages here; did you mean acme?"),
+        ("evict --tenant zz99 -y", "tenant zz99 has no pages here; known here: acme, zeta"),
+        ("evict --namespace 123 -y", "no namespace begins with 123; `kvstore ls` shows them"),
+        ("evict --writer engine-7", "has stored nothing that is here; did you mean engine-"),
+        ("evict --tenant acme --tokens 7,8", "no prompt here begins with these 2 tokens"),
+        ("tree --tenant acem", "tenant acem has no pages here; did you mean acme?"),
+        ("explain --tenant acem --tokens 1", "tenant acem has no pages here"),
+        ("export --tenant acem FILE", "tenant acem has no pages here"),
+        ("export --chain 123 FILE", "export: no page's id begins with 123; `kvstore ls`"),
+    ],
+)
+def test_what_is_not_here_is_refused_by_its_name(
+    folder: str, tmp_path: Path, given: str, why: str
+) -> None:
+    """A typo in a tenant's name was an eviction of 0 pages, and a success."""
+    file = tmp_path / "file"
+    command, *more = given.replace("FILE", str(file)).split()
+    assert why in run(command, folder, *more, code=1)
+    assert not file.exists()
+    assert run_json("ls", folder)["chains_total"] == 2
+
+
+@pytest.mark.slow
+def test_an_age_that_nothing_has_is_no_failure(folder: str) -> None:
+    """As of a job that runs every night."""
+    assert "Nothing to evict" in run("evict", folder, "--older-than", "9d", "--yes")
+    assert run_json("evict", folder, "--older-than", "9d", "--tenant", "acme")["pages"] == 0
+    assert run_json("evict", folder, "--tenant", "acme", "--yes")["pages"] == 5
+    document = run_json("evict", folder, "--tenant", "acme", "--yes", code=1)
+    assert document["error"] == "tenant acme has no pages here; known here: zeta"
+    assert run_json("evict", folder, "--all", "--yes")["pages"] == 3
+    assert "the store is empty" in run("evict", folder, "--tenant", "acme", code=1)
+    assert "Nothing to evict" in run("evict", folder, "--all")
+
+
+@pytest.mark.slow
+def test_import_says_how_there_comes_to_be_a_store(folder: str, tmp_path: Path) -> None:
+    file, new = tmp_path / "chains.kvx", tmp_path / "new"
+    run("export", folder, str(file))
+    assert f"`kvstore serve {new}` makes a store" in run("import", str(new), str(file), code=1)
+    assert "kvstore import STORE FILE" in run("import", str(file), str(new), code=1)
+    new.mkdir()
+    assert f"`kvstore serve {new}` makes it one" in run("import", str(new), str(file), code=1)
+    empty = tmp_path / "empty"
+    empty.touch()
+    said = run("import", folder, str(empty), code=1)
+    assert said == f"kvstore: {empty}: byte 0: this is no export of kvstore\n"
