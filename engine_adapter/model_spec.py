@@ -49,8 +49,13 @@ _CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache", "dtype", 
 
 def refuse_unservable(model: HfModel) -> None:
     """Raise SpecError, with a sentence, if the KV of this model must not be reused by prefix."""
-    config = model.config
     name = type(model).__name__
+    if not all(hasattr(model, each) for each in ("config", "generation_config", "generate")):
+        raise SpecError(
+            f"model: a {name} given; a transformers model with generate() is needed, as "
+            "AutoModelForCausalLM.from_pretrained(...) returns one"
+        )
+    config = model.config
     if config.is_encoder_decoder:
         raise SpecError(f"{name} is an encoder-decoder: its KV depends on the encoder's input")
     chosen = getattr(model.generation_config, "cache_implementation", None)

@@ -39,7 +39,7 @@ from kvstore.connect import connect
 from kvstore.device_pages import DevicePages
 from kvstore.engine_adapter.layout import PageShape
 from kvstore.engine_adapter.model_probe import probe_model
-from kvstore.engine_adapter.model_spec import model_spec, tensors_digest
+from kvstore.engine_adapter.model_spec import model_spec, refuse_unservable, tensors_digest
 from kvstore.engine_adapter.prefix_finder import PrefixFinder
 from kvstore.engine_adapter.transformers_cache import (
     AdapterCounters,
@@ -109,6 +109,7 @@ class TransformersAdapter:
         load_deadline_s: float = LOAD_DEADLINE_S,
         device_bytes: int = 0,
     ) -> None:
+        refuse_unservable(model)  # before its weights are read
         self.model = model
         self.spec = model_spec(
             model,

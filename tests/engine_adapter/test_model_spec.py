@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,7 +12,11 @@ transformers = pytest.importorskip("transformers", reason="the adapter under tes
 from kvstore.engine_adapter.layout import PageShape  # noqa: E402 - after the importorskip
 from kvstore.engine_adapter.model_probe import probe_model  # noqa: E402
 from kvstore.engine_adapter.model_spec import model_spec, tensors_digest  # noqa: E402
+from kvstore.engine_adapter.transformers_adapter import TransformersAdapter  # noqa: E402
 from kvstore.errors import SpecError  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WEIGHTS = "files:" + "ab" * 32
 SMALL = {
@@ -272,3 +276,17 @@ def test_the_probe_finds_kv_of_another_shape_than_declared() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_not_taken_for_a_difference(dtype: torch.dtype) -> None:
     probe(small_llama(num_hidden_layers=4).to(dtype))
+
+
+@pytest.mark.parametrize("given", ["Linear", "LlamaModel", "str", "NoneType"])
+def test_what_has_no_generate_is_refused_in_a_sentence(tmp_path: Path, given: str) -> None:
+    """It was an AttributeError about something inside. Nothing is opened for it."""
+    wrong = {
+        "Linear": torch.nn.Linear(2, 2),
+        "LlamaModel": transformers.LlamaModel(transformers.LlamaConfig(**SMALL)),
+        "str": "gpt2",
+        "NoneType": None,
+    }[given]
+    with pytest.raises(SpecError, match=f"model: a {given} given; a transformers model with gen"):
+        TransformersAdapter(tmp_path / "store", wrong)
+    assert not (tmp_path / "store").exists()
