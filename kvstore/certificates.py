@@ -62,6 +62,8 @@ class Authority:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.path.lexists(folder / "ca.key"):
                 _create_authority(folder)
+        except FileExistsError as exc:
+            raise ConfigError(f"{folder}: this is a file; a folder for several is needed") from exc
         except OSError as exc:
             raise ConfigError(f"{folder}: cannot be written ({exc.strerror})") from exc
         return _load_authority(folder)

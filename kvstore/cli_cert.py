@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.tenants import role_of
 
 if TYPE_CHECKING:
@@ -66,4 +66,7 @@ def _tenant_and_role(text: str) -> tuple[str, Role]:
     tenant, colon, role = text.partition(":")
     if not colon:
         raise InvalidRequest(f"--client: {text[:80]!r} given; write TENANT:ROLE, as acme:writer")
-    return tenant, role_of(role)
+    try:
+        return tenant, role_of(role)
+    except ConfigError as exc:
+        raise InvalidRequest(f"--client: {exc}") from None

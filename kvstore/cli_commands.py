@@ -24,12 +24,7 @@ from kvstore.cli_doctor import doctor
 from kvstore.cli_evict import evict
 from kvstore.cli_explain import explain
 from kvstore.cli_help import EPILOG, INTRODUCTION, Sections, add_examples
-from kvstore.cli_options import (
-    Chain,
-    Json,
-    Limit,
-    Sort,
-)
+from kvstore.cli_options import Chain, Json, Limit, Sort, seconds_of
 from kvstore.cli_pin import pin, unpin
 from kvstore.cli_quota import quota
 from kvstore.cli_record import record
@@ -42,8 +37,7 @@ from kvstore.cli_transfer import export, import_file
 from kvstore.cli_tree import tree
 from kvstore.cli_verify import verify
 from kvstore.cli_warm import warm
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.quantity import parse_duration
+from kvstore.errors import AccessDenied, InvalidRequest, KVStoreError
 
 # click's own, or that of the copy which newer releases of typer carry.
 _UsageError: Any = typer.BadParameter.__base__
@@ -152,8 +146,9 @@ def flush(
     json: Json = False,
 ) -> None:
     """Wait until all that was committed is on disk. Exit code 1 when the deadline passed first."""
+    seconds = seconds_of(deadline, "--deadline")
     with store.opened() as opened:
-        done = opened.flush(parse_duration(deadline))
+        done = opened.flush(seconds)
     output.show_flush(done, as_json=json)
     if not done:
         raise typer.Exit(1)
@@ -184,13 +179,16 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except AccessDenied as exc:
+        return _refused(arguments, f"{exc}; {_ADMIN}")
     except PermissionError as exc:
-        return _refused(arguments, f"{exc}{'' if isinstance(exc, KVStoreError) else _FOREIGN}")
+        return _refused(arguments, f"{exc}: {_FOREIGN}")
     except (KVStoreError, OSError) as exc:  # the other: of what is written to, as a full disk
         return _refused(arguments, str(exc))
 
 
-_FOREIGN = ": run as its owner, or ask its server by an address (kvstore://...)"
+_FOREIGN = "run as its owner, or ask its server by an address (kvstore://...)"
+_ADMIN = "it takes the token or certificate of an admin (--token-file, or --cert and --key)"
 
 
 def _refused(arguments: list[str], why: str) -> int:

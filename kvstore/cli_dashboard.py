@@ -10,6 +10,7 @@ import typer
 from kvstore.dashboard_listen import ADDRESS_NAME
 from kvstore.errors import ConfigError, DirectoryError
 from kvstore.private_file import read_private
+from kvstore.server_address import SCHEME
 
 ADDRESS_BYTES_MAX = 4096
 
@@ -24,6 +25,11 @@ def dashboard(
     The server has to run with --dashboard-listen. Keep the address to yourself: who has it sees
     prompts.
     """
+    if str(directory).startswith(SCHEME.rstrip("/")):
+        raise ConfigError(f"{directory}: the directory of a server on this host is needed")
+    if not directory.is_dir():
+        wrong = "this is a file" if directory.exists() else "there is no such directory"
+        raise DirectoryError(f"{directory}: {wrong}; a store's directory is needed")
     note = directory / ADDRESS_NAME
     if not note.exists():
         raise DirectoryError(

@@ -53,6 +53,6 @@ def doctor(
                 table.add_row("", "", f"-> {each.advice}")
         out = output.console()
         out.print(table)
-        out.print(f"{problems} problems, {warnings} warnings.")
+        out.print(f"{output.counted(problems, 'problem')}, {output.counted(warnings, 'warning')}.")
     if problems:
         raise typer.Exit(1)

@@ -20,9 +20,9 @@ from kvstore.cli_options import (
     Tokens,
     TokensFile,
     Yes,
+    seconds_of,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.quantity import parse_duration
 
 if TYPE_CHECKING:
     from kvstore.interface import OperatorLike
@@ -71,7 +71,7 @@ def evict(
 
     asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
     more = prompt.read_extras(extras)
-    older_than_s = parse_duration(older_than) if older_than is not None else None
+    older_than_s = seconds_of(older_than, "--older-than") if older_than is not None else None
     with store.opened() as opened:
         if asked is None:
             space = prompt.namespace_prefix(opened, namespace)

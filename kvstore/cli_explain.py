@@ -23,7 +23,7 @@ from kvstore.cli_options import (
     Tokens,
     TokensFile,
 )
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, SpecError
 from kvstore.quantity import format_age
 from kvstore.spec import SPEC_JSON_BYTES_MAX, CacheSpec
 
@@ -65,7 +65,7 @@ def explain(
     more = prompt.read_extras(extras)
     if spec is not None and namespace is not None:
         raise InvalidRequest("give --namespace or --spec: a spec names its namespace")
-    meant = CacheSpec.from_json(prompt.read_file(spec, SPEC_JSON_BYTES_MAX)) if spec else None
+    meant = _spec_in(spec) if spec is not None else None
     with store.opened() as opened:
         tenant = prompt.choose_tenant(opened, tenant)
         if meant is not None:
@@ -82,6 +82,13 @@ def explain(
             all_tenants=all_tenants,
         )
     _show(found, prompt.decoder(tokenizer), as_json=json)
+
+
+def _spec_in(file: Path) -> CacheSpec:
+    try:
+        return CacheSpec.from_json(prompt.read_file(file, SPEC_JSON_BYTES_MAX))
+    except SpecError as exc:
+        raise InvalidRequest(f"--spec {file}: {exc}") from exc
 
 
 def _show(found: Explanation, decode: Callable[[int], str] | None, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands have, said once."""
+"""Options that several commands have, said once; sizes and durations, refused by their option."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.quantity import parse_bytes, parse_duration
 from kvstore.wire import CHAINS_MAX
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -54,3 +56,19 @@ AllTenants = Annotated[
     bool, typer.Option(help="Look for the prompt among other tenants' pages too.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, whatever it is.")]
+
+
+def seconds_of(text: str, option: str) -> float:
+    """A duration as it was given for an option; InvalidRequest, which names the option."""
+    try:
+        return parse_duration(text)
+    except ConfigError as exc:
+        raise InvalidRequest(f"{option}: {exc}") from None
+
+
+def bytes_of(text: str, option: str) -> int:
+    """A size, in the same way."""
+    try:
+        return parse_bytes(text)
+    except ConfigError as exc:
+        raise InvalidRequest(f"{option}: {exc}") from None

@@ -62,7 +62,7 @@ def show_listing(
         )
     out.print(table)
     if total > len(chains):
-        out.print(f"{total - len(chains)} more chains; --limit shows them.")
+        out.print(f"{counted(total - len(chains), 'more chain')}; --limit shows them.")
 
 
 def show_stats(found: Stats, *, as_json: bool) -> None:
@@ -136,7 +136,7 @@ def show_chain(found: FoundChain, *, as_json: bool) -> None:
         return
     chain, out = found.chain, console()
     out.print(
-        f"chain {chain.chain_id}: {chain.pages} pages, {chain.tokens} tokens, "
+        f"chain {chain.chain_id}: {counted(chain.pages, 'page')}, {chain.tokens} tokens, "
         f"{format_bytes(chain.payload_bytes)}, tenant {chain.tenant}, model {chain.model}"
     )
     out.print(f"namespace {chain.namespace}")
@@ -162,7 +162,8 @@ def show_eviction(done: Eviction, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(done))
         return
-    what = f"{done.pages} pages of {done.chains} chains, {format_bytes(done.payload_bytes)}"
+    what = f"{counted(done.pages, 'page')} of {counted(done.chains, 'chain')}"
+    what = f"{what}, {format_bytes(done.payload_bytes)}"
     kept = done.kept_leased + done.kept_pinned
     out = console()
     if not (done.pages or kept or done.kept_above):
@@ -177,6 +178,11 @@ def show_eviction(done: Eviction, *, as_json: bool) -> None:
         out.print(f"{done.kept_leased} pages stay (in use), {done.kept_pinned} (pinned).")
     if done.kept_above:
         out.print(f"{done.kept_above} pages stay: pages below them are in the other tier.")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 page, 2 pages."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def right(*names: str) -> tuple[str, ...]:

@@ -8,9 +8,8 @@ import typer
 
 from kvstore import cli_output as output
 from kvstore.cli_directory import Place, is_here
-from kvstore.cli_options import Chain, Json
+from kvstore.cli_options import Chain, Json, seconds_of
 from kvstore.errors import InvalidRequest
-from kvstore.quantity import parse_duration
 
 if TYPE_CHECKING:
     from kvstore.interface import OperatorLike
@@ -26,14 +25,15 @@ def pin(
 
     Pins end with the server that holds them, so a server has to.
     """
-    seconds = parse_duration(ttl)
+    seconds = seconds_of(ttl, "--ttl")
     if seconds <= 0:
         raise InvalidRequest(f"--ttl: {ttl} given; more than 0 s is needed, or `kvstore unpin`")
     pages = _ask(store, chain, seconds)
     if json:
         output.print_json({"pages": pages, "ttl_s": seconds})
         return
-    output.console().print(f"{pages} pages stay for {ttl}.")
+    stay = "stays" if pages == 1 else "stay"
+    output.console().print(f"{output.counted(pages, 'page')} {stay} for {ttl}.")
 
 
 def unpin(store: Place, chain: Chain, json: Json = False) -> None:
@@ -42,7 +42,7 @@ def unpin(store: Place, chain: Chain, json: Json = False) -> None:
     if json:
         output.print_json({"pages": pages})
         return
-    output.console().print(f"{pages} pages may leave again.")
+    output.console().print(f"{output.counted(pages, 'page')} may leave again.")
 
 
 def _ask(store: Place, chain: str, ttl_s: float) -> int:

@@ -8,9 +8,9 @@ import typer
 
 from kvstore import cli_output as output
 from kvstore.cli_directory import Place
-from kvstore.cli_options import Json
+from kvstore.cli_options import Json, bytes_of
 from kvstore.errors import InvalidRequest
-from kvstore.quantity import format_bytes, parse_bytes
+from kvstore.quantity import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,9 @@ ACTIONS = ("start", "stop", "status")
 
 def record(
     store: Place,
-    action: Annotated[str, typer.Argument(help="start, stop or status.")] = "status",
+    action: Annotated[
+        str, typer.Argument(help="start, stop or status.", metavar="ACTION")
+    ] = "status",
     name: Annotated[
         str | None, typer.Option(help="Of the file in DIR/records: .jsonl, or .jsonl.gz.")
     ] = None,
@@ -40,7 +42,7 @@ def record(
         raise InvalidRequest(f"record: {action!r} given; one of {', '.join(ACTIONS)}")
     from kvstore.recording import Wish, default_name
 
-    wish = Wish(name or default_name(), int(parse_bytes(max_bytes)))
+    wish = Wish(name or default_name(), bytes_of(max_bytes, "--max-bytes"))
     directory = store.held_without_server()
     if directory is None:
         with store.opened() as opened:

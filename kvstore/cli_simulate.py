@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli_options import Json
+from kvstore.cli_options import Json, seconds_of
 from kvstore.errors import InvalidRequest
-from kvstore.quantity import parse_duration
 
 BOUND = "belady"
 SIZES_DEFAULT = "1%,2%,5%,10%,20%,50%"
@@ -22,7 +21,9 @@ WRITE_POLICIES = "through, back, selective"
 ADMISSIONS = "always, second-touch, ghost, frequency"
 EVEN_TOKENS = 30_000
 
-TraceFile = Annotated[Path, typer.Argument(help="Mooncake JSONL, plain or gz; or from `record`.")]
+TraceFile = Annotated[
+    Path, typer.Argument(help="Mooncake JSONL, plain or gz; or from `record`.", metavar="TRACE")
+]
 PlotFile = Annotated[
     Path | None, typer.Option(help="Write hit ratio over capacity: .svg, or .png (matplotlib).")
 ]
@@ -83,7 +84,7 @@ def simulate(
         host_policy=host_policy,
         objective=objective,
         lookahead=lookahead,
-        warmup_s=0.0 if warmup in ("0", "0s") else parse_duration(warmup),
+        warmup_s=0.0 if warmup in ("0", "0s") else seconds_of(warmup, "--warmup"),
         even_tokens=even_tokens,
         real_index=real_index,
     )

@@ -10,10 +10,10 @@ import typer
 
 from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
-from kvstore.cli_options import Json
+from kvstore.cli_options import Json, bytes_of
 from kvstore.errors import InvalidRequest
 from kvstore.model_size import model_size
-from kvstore.quantity import format_bytes, parse_bytes
+from kvstore.quantity import format_bytes
 
 CONFIG_CHARS_MAX = 1 << 20
 PROMPT_TOKENS = 8192
@@ -36,6 +36,7 @@ def size(
 
     Bytes a token, tokens a GiB, the size of a page.
     """
+    given = [bytes_of(each, "--memory") for each in memory or ("8GiB", "64GiB", "1TiB")]
     file = model / "config.json" if model.is_dir() else model
     if not file.exists() and str(file) != "-":
         wrong = "has no config.json" if model.is_dir() else "there is no such file or folder"
@@ -50,7 +51,6 @@ def size(
     if not isinstance(config, dict):
         raise InvalidRequest(f"{file}: not a model's config.json")
     found = model_size(config, kv_dtype=kv_dtype, block_tokens=block_tokens)
-    given = [parse_bytes(each) for each in memory or ("8GiB", "64GiB", "1TiB")]
     fits = [
         {
             "bytes": each,

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstore import cli_output as output
+from kvstore.cli_options import seconds_of
 from kvstore.client_config import ClientConfig
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identity import Role
 from kvstore.private_file import replace_private
-from kvstore.quantity import format_age, format_bytes, parse_bytes, parse_duration
+from kvstore.quantity import format_age, format_bytes, parse_bytes
 from kvstore.server_address import parse_address
 from kvstore.shares import Tenancy
-from kvstore.tenants import Quota, TenantBook, edit_tenants, load_tenants
+from kvstore.tenants import Quota, TenantBook, edit_tenants, load_tenants, no_tenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,13 +77,13 @@ def add(
     sessions_max: Count = None,
     calls_per_s_max: Count = None,
 ) -> None:
-    """Add a tenant and print its first token; makes FILE, 0600, if there is none.
+    """Add a tenant and print its first token.
 
-    For a tenant that is there, adds one more token, as of another role. Quotas that are given
-    replace the tenant's; all others stay.
+    Makes FILE, 0600, if there is none. For a tenant that is there, adds one more token, as of
+    another role. Quotas that are given replace the tenant's; all others stay.
     """
     limits = _limits(locals())
-    ttl_s = parse_duration(expires) if expires is not None else None
+    ttl_s = seconds_of(expires, "--expires") if expires is not None else None
     if token_file is not None and os.path.lexists(token_file) and not force:
         raise InvalidRequest(
             f"--token-file {token_file}: is there already, and may hold a token in use; name "
@@ -122,7 +123,7 @@ def quota(
 
     def edit(book: TenantBook) -> TenantBook:
         if name not in book.tenants:
-            raise InvalidRequest(f"there is no tenant {name}; `kvstore tenant list` shows them")
+            raise InvalidRequest(no_tenant(name, book.tenants))
         changed = book.with_tenant(name, replace(book.tenants[name].quota, **limits))
         _check_shares(changed, config)
         return changed
@@ -139,9 +140,12 @@ def rotate(
     grace: Annotated[str, typer.Option(help="How long older tokens of this role stay.")] = "10m",
     token_file: TokenFile = None,
 ) -> None:
-    """Print a new token of a tenant; its older ones of the same role end after --grace."""
-    ttl_s = parse_duration(expires) if expires is not None else None
-    grace_s = parse_duration(grace)
+    """Print a new token; the old ones end after --grace.
+
+    Those of the same role, that is.
+    """
+    ttl_s = seconds_of(expires, "--expires") if expires is not None else None
+    grace_s = seconds_of(grace, "--grace")
 
     def edit(book: TenantBook) -> tuple[TenantBook, str]:
         return book.with_rotated(name, role, time(), ttl_s, grace_s)
@@ -157,10 +161,11 @@ def rm(
         str | None, typer.Option(help="Revoke only the token with this id; see `list`.")
     ] = None,
 ) -> None:
-    """Take a tenant and its tokens out; servers refuse them within seconds.
+    """Take a tenant and its tokens out.
 
-    Its pages stay until they are evicted: `kvstore evict DIR --tenant NAME --yes`; with
-    `--erase-key`, where pages are encrypted, no copy of them can be read any more.
+    Servers refuse them within seconds. Its pages stay until they are evicted: `kvstore evict DIR
+    --tenant NAME --yes`; with `--erase-key`, where pages are encrypted, no copy of them can be read
+    any more.
     """
 
     def edit(book: TenantBook) -> TenantBook:
@@ -190,7 +195,10 @@ def list_tenants(
         int | None, typer.Option(help="The user whose server to trust on a Unix socket.")
     ] = None,
 ) -> None:
-    """Show tenants, their quotas, and their tokens by id; a token itself is in no file."""
+    """Show tenants, their quotas, and tokens by id.
+
+    A token itself is in no file.
+    """
     book = load_tenants(file)
     access = ClientConfig(
         token_file=server_token_file,

@@ -9,8 +9,8 @@ import typer
 
 from kvstore import cli_output as output
 from kvstore.cli_directory import Place
-from kvstore.cli_options import Json
-from kvstore.quantity import format_bytes, parse_duration
+from kvstore.cli_options import Json, seconds_of
+from kvstore.quantity import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +40,7 @@ def top(
 
     from kvstore import cli_console
 
-    wait_s = max(0.1, parse_duration(interval))
+    wait_s = max(0.1, seconds_of(interval, "--interval"))
     before: Stats | None = None
     screen = cli_console.screen()
     is_live = screen.is_terminal and not json

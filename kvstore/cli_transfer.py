@@ -45,6 +45,10 @@ def export(
     throughout. Trees with a salt are left out, since nobody could ask for them elsewhere.
     """
     to_stdout = str(file) == "-"
+    if file.is_dir():
+        raise InvalidRequest(f"{file}: this is a folder; name a file in it")
+    if not to_stdout and not file.parent.is_dir():
+        raise InvalidRequest(f"{file}: there is no folder {file.parent}; make it first")
     if file.exists() and not force and not to_stdout:
         raise InvalidRequest(f"{file}: is there already; --force replaces it")
     with store.opened() as opened, output.progress("export", "bytes") as show:

@@ -11,11 +11,11 @@ import typer
 from kvstore import cli_output as output
 from kvstore import cli_prompt as prompt
 from kvstore.cli_directory import Place
-from kvstore.cli_options import Json
+from kvstore.cli_options import Json, seconds_of
 from kvstore.client_config import ClientConfig
 from kvstore.errors import InvalidRequest
 from kvstore.private_file import read_private
-from kvstore.quantity import format_age, parse_duration
+from kvstore.quantity import format_age
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +69,7 @@ def warm(
     """
     from kvstore.warming import Engine, Warmer, requests_of
 
+    timeout_s = seconds_of(timeout, "--timeout")
     is_jsonl = jsonl if jsonl is not None else file.suffix == ".jsonl"
     content = prompt.read_file(file, prompt.PROMPT_CHARS_MAX)
     prompts = requests_of(content, str(file), is_jsonl=is_jsonl)
@@ -77,7 +78,7 @@ def warm(
         key = read_private("--api-key-file", api_key_file, KEY_BYTES_MAX).decode().strip()
     committed = _counter(store)
     before = committed()
-    warmer = Warmer(Engine(url, model, key, parse_duration(timeout)), prompts, concurrency)
+    warmer = Warmer(Engine(url, model, key, timeout_s), prompts, concurrency)
     now, broken_off = _run(warmer, len(prompts))
     stored = _settled(committed) - before if before is not None else None
     if json:

@@ -155,6 +155,9 @@ def _huge_pages() -> Finding:
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
+    if directory.exists() and not directory.is_dir():
+        yield Finding("directory", BAD, f"{directory}: this is a file", "a store is a directory")
+        return
     there = directory
     while not there.exists() and there != there.parent:
         there = there.parent

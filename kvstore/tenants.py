@@ -8,6 +8,7 @@ the same on all servers. Must not be here: sockets, calls.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import hmac
 import json
@@ -23,7 +24,7 @@ from kvstore.quantity import shown
 from kvstore.tenant import check_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "edit_tenants",
     "load_tenants",
     "load_token",
+    "no_tenant",
     "role_of",
 ]
 
@@ -218,7 +220,7 @@ class TenantBook:
     def _tenant(self, name: str) -> Tenant:
         check_name("tenant", name)
         if name not in self.tenants:
-            raise InvalidRequest(f"there is no tenant {name}; `kvstore tenant list` shows them")
+            raise InvalidRequest(no_tenant(name, self.tenants))
         return self.tenants[name]
 
     def _with(self, tenant: Tenant) -> TenantBook:
@@ -259,6 +261,13 @@ def load_token(path: Path) -> str:
             "add` prints it"
         )
     return text
+
+
+def no_tenant(name: str, known: Collection[str]) -> str:
+    """In a sentence, that there is none of that name, and which one was meant, most likely."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`kvstore tenant list` shows them"
+    return f"there is no tenant {name}; {hint}"
 
 
 def role_of(text: object) -> Role:

@@ -76,7 +76,10 @@ class Engine:
         link = self.connection()
         try:
             names = [each["id"] for each in self.ask(link, "models")["data"]]
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as exc:
+        except OSError as exc:
+            why = exc.strerror or exc
+            raise InvalidRequest(f"{self.url}: no engine answers there: {why}") from exc
+        except (http.client.HTTPException, ValueError, KeyError, TypeError) as exc:
             raise InvalidRequest(f"{self.url}: does not say what it serves: {exc}") from exc
         finally:
             link.close()

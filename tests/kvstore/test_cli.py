@@ -55,7 +55,7 @@ def test_ls_lists_namespaces_and_chains(folder: str) -> None:
     table = run("ls", folder)
     assert "engine-1" in table
     assert "unit" in table
-    assert "1 more chains" in run("ls", folder, "--limit", "1")
+    assert "1 more chain;" in run("ls", folder, "--limit", "1")
 
 
 def test_an_empty_prompt_does_not_mean_the_whole_store(folder: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from command import run, run_json
 from known_pages import SPEC, prompt, save
+from server_process import ServerProcess
 
 from kvstore import Store
 
@@ -117,3 +118,51 @@ def test_import_says_how_there_comes_to_be_a_store(folder: str, tmp_path: Path) 
     empty.touch()
     said = run("import", folder, str(empty), code=1)
     assert said == f"kvstore: {empty}: byte 0: this is no export of kvstore\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("evict STORE --older-than soon", "--older-than: 'soon' is not a duration"),
+        ("flush STORE --deadline soon", "--deadline: 'soon' is not a duration"),
+        ("record STORE start --max-bytes lots", "--max-bytes: 'lots' is not a size"),
+        ("size STORE --memory lots", "--memory: 'lots' is not a size"),
+        ("tenant rotate STORE acme --grace soon", "--grace: 'soon' is not a duration"),
+        ("explain STORE --tokens 1 --spec BAD", "BAD: spec: is not JSON"),
+        ("export STORE STORE", "this is a folder; name a file in it"),
+        ("export STORE STORE/no/file", "there is no folder STORE/no; make it first"),
+        ("dashboard STORE/no", "there is no such directory"),
+        ("cert BAD", "BAD: this is a file; a folder for several is needed"),
+        ("warm http://localhost:1 BAD", "no engine answers there: Connection refused"),
+    ],
+)
+def test_a_mistake_is_named_by_its_option_or_file(
+    folder: str, tmp_path: Path, given: str, why: str
+) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text("neither JSON nor a folder")
+
+    def real(text: str) -> str:
+        return text.replace("STORE", folder).replace("BAD", str(bad))
+
+    said = run(*real(given).split(), code=1)
+    assert real(why) in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_who_may_not_do_that_is_told_whose_token_it_takes(tmp_path: Path) -> None:
+    tenants, token = tmp_path / "tenants.json", tmp_path / "token"
+    run("tenant", "add", str(tenants), "acme", "--token-file", str(token))
+    said = run("tenant", "rm", str(tenants), "acm", code=1)
+    assert said == "kvstore: there is no tenant acm; did you mean acme?\n"
+    flags = ("--host-bytes=32MiB", "--disk-bytes=64MiB", f"--tenants-file={tenants}")
+    with ServerProcess(tmp_path / "store", *flags) as server:
+        server.start()
+        for credential in ((), ("--token-file", str(token))):
+            said = run("ls", server.address, *credential, code=1)
+            assert "it takes the token or certificate of an admin (--token-file" in said
+        server.terminate()
+    said = run("ls", server.address, code=1)
+    assert "is it running? `kvstore serve DIR` starts one" in said
