@@ -7,10 +7,14 @@ reused what the first had computed. Must not be here: torch, or anything slow to
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main(): no stack of what it imports
+
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -290,6 +294,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; 0 if the store kept its word."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(arguments)
     console = Console()
     demo = Demo(console, options)
