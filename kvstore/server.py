@@ -125,11 +125,7 @@ class Server:
         self.config = config
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         reuse_large_buffers()
-        try:
-            settings = config.store_config().model_dump()
-            self.store = Store.open(wait_warm=False, files=files, **settings)
-        except CapacityError as exc:
-            raise CapacityError(f"{config.host_bytes_words}: {exc}") from exc
+        self.store = _opened(config, files)
         try:
             config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the sockets
         except OSError as exc:
@@ -371,6 +367,13 @@ class Server:
             return False
         since_s = max(self.registry.last_session_s, self._warm_since_s)
         return time.monotonic() - since_s > limit
+
+
+def _opened(config: ServerConfig, files: FileLayer | None) -> Store:
+    try:
+        return Store.open(wait_warm=False, files=files, **config.store_config().model_dump())
+    except CapacityError as exc:  # which knows only what staging leaves
+        raise CapacityError(f"{config.host_bytes_words}: {exc}") from exc
 
 
 def _publisher(store: Store, config: ServerConfig) -> KvEventPublisher:
