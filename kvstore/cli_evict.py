@@ -114,7 +114,8 @@ def _refuse_what_is_not_here(opened: OperatorLike, selection: Selection) -> None
                 + prompt.did_you_mean(selection.writer, writers)
             )
     if selection.prefix is not None and selection.older_than_s is None and selection.tier is None:
+        extras = " and these extras" if selection.extras else ""
         raise InvalidRequest(
-            f"no prompt here begins with these {len(selection.prefix)} tokens; `kvstore explain` "
-            "says where they part from what is stored"
+            f"no prompt here begins with these {len(selection.prefix)} tokens{extras}; "
+            "`kvstore explain` says where they part from what is stored"
         )
