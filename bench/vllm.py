@@ -4,20 +4,28 @@ vllm_warm_over_cold          3,000-token prompt that an earlier engine stored, i
                              never seen it: its TTFT over that of computing one; budget <= 0.12
 vllm_warm_over_apc           the same over a hit in vLLM's own prefix cache; budget <= 1.3
 vllm_miss_throughput_ratio   prompts that nobody has stored, all saved: tokens a second over those
-                             of an engine without connector; budget >= 0.97
-vllm_miss_cpu_ratio          CPU seconds of it, server included, over the same; budget <= 1.03
+                             without connector; budget >= 0.97
+vllm_miss_cpu_ratio          CPU seconds of it, server and its writing included, over the same;
+                             budget <= 1.03. Both are of --miss-pairs pairs in one engine whose
+                             connector is switched on and off, see miss_pairs.py
+vllm_miss_two_engines_throughput_ratio, vllm_miss_two_engines_cpu_ratio
+                             the same from an engine with and one that never had a connector: the
+                             switch is right if what it says lies in their intervals; no budget
 vllm_chat_over_none          8 chats of 6 turns, KV space for 2: mean TTFT of a chat over that in an
                              engine without connector; budget <= 0.5. A chat begins with 1,000
                              tokens, a turn adds 140 (as vLLM's own multi-turn benchmark has them)
                              and 16 of the answer
 vllm_chat_example_over_none  the same with vLLM's ExampleConnector: the peer, no budget
 
+idle_cores in the line of --json is what engine and server use while nobody asks, and what an engine
+without connector does: the part that a switch can't show.
+
 Ratios are of interleaved pairs with their 90 % interval; twice --pairs for the first two. Where
 engines take turns, each waits until the other's processes have stopped spinning, 1 s after a step.
 Engines run in .venv-vllm (made by make) or in the Python that --python or TEST_VLLM_PYTHON names.
 
     python bench/vllm.py [--json] [--tiny] [--pairs 5] [--python PATH] [--model DIR] [--seed 0]
-                         [--rows warm,miss,chat] [--dir DIR]
+                         [--rows warm,miss,chat] [--dir DIR] [--miss-pairs 30]
 """
 
 from __future__ import annotations
@@ -34,6 +42,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from engines import MODEL, ROOT, SPIN_S, find_python, settle, without_store
+from miss_pairs import TINY as TINY_TURN
+from miss_pairs import Side, Switched, TurnSize, two_engines
 from paired import PairedRatio, json_line, machine, paired_ratio
 
 from kvstore.engine_adapter.demo_vllm_engine import EngineError, VllmEngine
@@ -43,12 +53,15 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 BLOCK = 128
+MISS_STORE = {"load": "always", "host_bytes": "1GiB", "disk_bytes": "8GiB"}
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 BUDGETS: dict[str, tuple[float, bool] | None] = {
     "vllm_warm_over_cold": (0.12, False),
     "vllm_warm_over_apc": (1.3, False),
     "vllm_miss_throughput_ratio": (0.97, True),
     "vllm_miss_cpu_ratio": (1.03, False),
+    "vllm_miss_two_engines_throughput_ratio": None,
+    "vllm_miss_two_engines_cpu_ratio": None,
     "vllm_chat_over_none": (0.5, False),
     "vllm_chat_example_over_none": None,
 }
@@ -59,8 +72,6 @@ class Size:
     """How much is asked."""
 
     prompt_tokens: int = 3000
-    batch: int = 4
-    batch_tokens: int = 1000
     chats: int = 8
     turns: int = 6
     first_tokens: int = 1000
@@ -68,7 +79,7 @@ class Size:
     answer_tokens: int = 16
 
 
-TINY = Size(2 * BLOCK + 10, 2, BLOCK + 10, 2, 2, BLOCK, BLOCK, 2)
+TINY = Size(2 * BLOCK + 10, 2, 2, BLOCK, BLOCK, 2)
 
 
 class Bench:
@@ -80,6 +91,7 @@ class Bench:
         self.options = options
         self.size = TINY if options.tiny else Size()
         self.rng = np.random.default_rng(options.seed)
+        self.more: dict[str, object] = {}  # besides ratios
 
     def measure(self) -> dict[str, PairedRatio]:
         """The rows that are wanted."""
@@ -114,29 +126,27 @@ class Bench:
         }
 
     def miss(self) -> dict[str, PairedRatio]:
-        """The same kind of work by turns in two engines."""
-        store, size = self.folder / "miss", self.size
-        seconds: dict[str, list[float]] = {"with": [], "without": []}
-        cpu: dict[str, list[float]] = {"with": [], "without": []}
-        with self._engine(store) as ours, self._engine(None) as plain:
-            for number in range(self.options.pairs + 1):
-                order = [("with", ours), ("without", plain)]
-                for name, engine in order if number % 2 else order[::-1]:
-                    requests = [
-                        {"tokens": self._prompt(size.batch_tokens), "max_tokens": 8}
-                        for _ in range(size.batch)
-                    ]
-                    time.sleep(SPIN_S)
-                    before, begun_s = engine.cpu_seconds(), time.perf_counter()
-                    engine.run(requests)
-                    seconds[name].append(time.perf_counter() - begun_s)
-                    if name == "with":
-                        settle(store)
-                    cpu[name].append(engine.cpu_seconds() - before)
-        return {
-            "vllm_miss_throughput_ratio": paired_ratio(seconds["without"][1:], seconds["with"][1:]),
-            "vllm_miss_cpu_ratio": paired_ratio(cpu["with"][1:], cpu["without"][1:]),
+        """In one engine that is switched, then in two."""
+        options, size = self.options, TINY_TURN if self.options.tiny else TurnSize()
+        engine = {"python": options.python}
+        store = self.folder / "switched"
+        with Switched(store, options.model, self.log, MISS_STORE, **engine) as switched:
+            switched.wait_ready()
+            found = switched.measure(self._prompt, size, options.miss_pairs)
+        names = ("throughput", "cpu")
+        rows = {
+            f"vllm_miss_{name}_ratio": ratio
+            for name, ratio in zip(names, found.ratios(), strict=True)
         }
+        store = self.folder / "miss"
+        with self._engine(store) as ours, self._engine(None) as plain:
+            sides = Side(ours, store), Side(plain, None)
+            found = two_engines(*sides, self._prompt, size, options.pairs)
+            idle = zip(("with", "without"), sides, strict=True)
+            self.more["idle_cores"] = {name: round(side.idle_cores(), 4) for name, side in idle}
+        for name, ratio in zip(names, found.ratios(), strict=True):
+            rows[f"vllm_miss_two_engines_{name}_ratio"] = ratio
+        return rows
 
     def chat(self) -> dict[str, PairedRatio]:
         """Each chat's turns come after all the others': vLLM alone has forgotten it by then."""
@@ -228,13 +238,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--tiny", action="store_true", help="small and short: a test of the bench")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--miss-pairs", type=int, default=30, help="of seconds each")
     parser.add_argument("--python", default="", help="a Python that has vLLM")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--rows", default="warm,miss,chat")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the stores are made")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.pairs = 2 if options.tiny else options.pairs
+    if options.tiny:
+        options.pairs = options.miss_pairs = 2
     options.python = find_python(options)
     if not options.python:
         print("SKIPPED: NO VLLM here; set TEST_VLLM_PYTHON", file=sys.stderr)
@@ -246,13 +258,14 @@ def main() -> None:
         open(Path(folder) / "engines.log", "w+", encoding="utf-8") as log,
     ):
         try:
-            results = Bench(Path(folder), log, options).measure()
+            bench = Bench(Path(folder), log, options)
+            results = bench.measure()
         except Exception:
             log.seek(0)
             sys.stderr.writelines(log.readlines()[-30:])
             raise
     if options.json:
-        print(json_line(results, options.seed))
+        print(json_line(results, options.seed, **bench.more))
         return
     print(f"{machine()}; seed {options.seed}")
     for key, ratio in results.items():
@@ -261,7 +274,9 @@ def main() -> None:
         if budget is not None:
             sign = ">=" if budget[1] else "<="
             verdict = f"budget {sign} {budget[0]}: " + ratio.verdict(budget[0], at_least=budget[1])
-        print(f"{key:28} {ratio.median:7.3f}  90 % [{ratio.low:.3f}, {ratio.high:.3f}], {verdict}")
+        print(f"{key:38} {ratio.median:7.3f}  90 % [{ratio.low:.3f}, {ratio.high:.3f}], {verdict}")
+    for key, value in bench.more.items():
+        print(f"{key:38} {value}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "vllm.py"
 KEYS = (
     *("vllm_warm_over_cold", "vllm_warm_over_apc"),
     *("vllm_miss_throughput_ratio", "vllm_miss_cpu_ratio", "vllm_chat_over_none"),
+    *("vllm_miss_two_engines_throughput_ratio", "vllm_miss_two_engines_cpu_ratio"),
 )
 
 
