@@ -8,8 +8,10 @@ arms of a group, medians with their 90 % interval:
 engine_WORKLOAD_ARM_over_vllm    TTFT over that of vLLM's own prefix cache with room for all; budget
                                  <= 1.3 for long documents (tile, random) and chats
 engine_unique_ARM_over_vllm      tokens a second of prompts that nobody has stored, all saved, over
-                                 vLLM as it is without a connector; budget >= 0.97
-engine_unique_ARM_saved          whole pages of those prompts that are in the store afterwards, over
+                                 vLLM as it is without a connector; budget >= 0.97. Ours is an
+                                 engine of its own, its connector switched on and off by turns: see
+                                 miss_pairs.py; a directory only, as a service does the same
+engine_unique_embedded_saved     whole pages of those prompts that are in the store afterwards, over
                                  all there were; budget >= 0.99
 engine_WORKLOAD_restart_hits     tokens reused after kill -9 of engine and server, over those that
                                  vLLM's own prefix cache reuses without any restart; budget >= 0.9
@@ -44,7 +46,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from engine_arms import ARMS, BLOCK_TOKENS, Arm, Place, Restarted, versions_of, why_no_lmcache
+from engine_arms import (
+    ARMS,
+    BLOCK_TOKENS,
+    Arm,
+    Embedded,
+    Place,
+    Restarted,
+    answer_of,
+    versions_of,
+    why_no_lmcache,
+)
 from engine_report import (
     as_dicts,
     drawing,
@@ -57,9 +69,10 @@ from engine_report import (
     table,
     verdicts,
 )
-from engine_results import REFERENCE, Cell, OtherRunError, Results, joined, read, write
-from engine_workloads import TINY, Size, Workload, fills, make_workloads, reusable
+from engine_results import OWN, REFERENCE, Cell, OtherRunError, Results, joined, read, write
+from engine_workloads import TINY, Size, Texts, Workload, fills, make_workloads, reusable
 from engines import MODEL, ROOT, SPIN_S, find_python
+from miss_pairs import Switched, TurnSize
 from paired import json_line, machine
 from readme_block import put_into
 
@@ -74,17 +87,28 @@ if TYPE_CHECKING:
 TEXT_TOKENS = 100_000
 PICTURE = "![Median time to first token, by workload and cache](docs/engine.svg)"
 REST = "the rest"
+OURS = "embedded"
+TINY_TURN = {"rounds": 2, "batch": 1}
 GROUPS = "none,vllm,embedded,lmcache;vllm,service,restart"
 
 
 class Bench:
     """Arms, what they are asked, and what came back."""
 
-    def __init__(self, place: Place, workloads: list[Workload], size: Size, seed: int) -> None:
+    def __init__(
+        self,
+        place: Place,
+        workloads: list[Workload],
+        size: Size,
+        seed: int,
+        text: Sequence[int],
+    ) -> None:
         self.idle_s = 0.0 if size is TINY else SPIN_S
         self.place = place
         self.workloads = workloads
         self.size = size
+        self.seed = seed
+        self.text = text
         self.rng = random.Random(seed)
         self.skipped: dict[str, str] = {}
         self.found: Results = {}
@@ -93,6 +117,10 @@ class Bench:
         """All workloads in all arms of these names that can be had; stops after each of them."""
         for names in groups:
             yield from self._measure(names)
+        for workload in self.workloads:
+            if workload.together and any(OURS in names for names in groups):
+                self._save(workload)
+                yield
 
     def _measure(self, names: list[str]) -> Iterator[None]:
         with contextlib.ExitStack() as ends:
@@ -153,14 +181,15 @@ class Bench:
         self._say(f"{arm.name}: ready, {len(rounds)} rounds stored")
 
     def _ask(self, workload: Workload, arms: list[Arm]) -> None:
-        # A prompt that is new to the store is new to it after a restart, too.
-        asked = [arm for arm in arms if not (workload.together and isinstance(arm, Restarted))]
+        # What saving costs is less than what engines differ by: see _save().
+        asked = [arm for arm in arms if not (workload.together and is_ours(arm.name))]
+        if {arm.name for arm in asked} <= {OWN}:
+            return  # nothing to compare
         cells = {arm.name: Cell(arm.name, load=round(LOAD, 1)) for arm in asked}
-        for arm in asked:
-            if workload.together and arm.pages != 0:  # an empty store would not settle
-                arm.settle()
         for number, prompts in enumerate(workload.ask):
             for arm in self.rng.sample(asked, len(asked)):
+                if arm.name == REFERENCE and number >= (workload.compared or len(workload.ask)):
+                    continue
                 try:
                     self._turn(arm, workload, prompts, cells[arm.name], warm=number > 0)
                 except EngineError as exc:
@@ -183,15 +212,40 @@ class Bench:
             return
         lead, counted = prompts[: workload.lead], prompts[workload.lead :]
         answers, seconds = arm.ask_together(lead, counted, self.size.answer)
-        before = arm.pages
         arm.settle()
         if warm:
             cell.add(answers, seconds)
-        if arm.pages is not None and before is not None:
-            # The last token of an answer has no KV.
-            ends = (len(prompt) + self.size.answer - 1 for prompt in prompts)
-            cell.whole_pages += sum(end // BLOCK_TOKENS for end in ends)
-            cell.kept_pages += arm.pages - before
+
+    def _save(self, workload: Workload) -> None:
+        """Prompts like this workload's in an engine whose connector is switched."""
+        size, place = self.size, self.place
+        asked = TurnSize(
+            tokens=size.unique, answer=size.answer, **TINY_TURN if size is TINY else {}
+        )
+        prompts = Texts(self.text, f"switched {self.seed}").take
+        settings = Embedded(place, OURS).settings()
+        extra = {**settings.pop("extra_config"), "store": str(place.folder / "switched")}
+        with Switched(
+            place.folder / "switched",
+            place.model,
+            place.log,
+            extra,
+            python=place.python,
+            **settings,
+        ) as engine:
+            engine.wait_ready()
+            turns = engine.measure(prompts, asked, size.unique_pairs)
+        cells = {OWN: Cell(OWN, alone=True), OURS: Cell(OURS, alone=True)}
+        for cell, made in ((cells[OWN], turns.off), (cells[OURS], turns.on)):
+            cell.load = round(LOAD, 1)
+            for turn in made:
+                answers = [answer_of(*each) for each in zip(turn.asked, turn.answers, strict=True)]
+                cell.add(answers, turn.seconds)
+                cell.kept_pages += turn.pages
+        # A turn that stores less than it should ends the run.
+        cells[OURS].whole_pages = asked.pages * len(turns.on)
+        self.found.setdefault(workload.name, []).append(cells)
+        self._say(f"{workload.title}: asked with the connector on and off")
 
     def _say(self, text: str) -> None:
         print(f"[{time.perf_counter() - BEGUN_S:4.0f} s] {text}", file=sys.stderr, flush=True)
@@ -334,25 +388,30 @@ def main() -> None:
         print("SKIPPED: NO VLLM here; set TEST_VLLM_PYTHON", file=sys.stderr)
         print(json_line({}, options.seed, skipped={"all": "no vLLM"}))
         return
-    every = make_workloads(long_prompt(options.model, TEXT_TOKENS), size, options.seed)
+    text = long_prompt(options.model, TEXT_TOKENS)
+    every = make_workloads(text, size, options.seed)
     wanted = options.workloads.split(",") if options.workloads else [w.name for w in every]
     if unknown := {*wanted} - {workload.name for workload in every}:
         raise SystemExit(f"no such workloads: {sorted(unknown)}")
     outcome = Outcome(options, every)
     if not options.no_run:
-        run(options, [each for each in every if each.name in wanted], size, outcome)
+        run(options, [each for each in every if each.name in wanted], size, outcome, text)
     outcome.report()
 
 
 def run(
-    options: argparse.Namespace, workloads: list[Workload], size: Size, outcome: Outcome
+    options: argparse.Namespace,
+    workloads: list[Workload],
+    size: Size,
+    outcome: Outcome,
+    text: Sequence[int],
 ) -> None:
     """Measure; what there is is shown as well when the run is broken off, by SIGTERM too."""
     os.environ["PYTHONPATH"] = str(ROOT)
     signal.signal(signal.SIGTERM, _break_off)
     outcome.versions = versions_of(options.python, options.lmcache_python)
     with places(options) as place:
-        bench = Bench(place, workloads, size, options.seed)
+        bench = Bench(place, workloads, size, options.seed, text)
         try:
             for _ in bench.measure([each.split(",") for each in options.arms.split(";")]):
                 outcome.take(bench.found, bench.skipped)

@@ -73,7 +73,6 @@ class Arm:
     has_store: ClassVar[bool] = False  # of whatever kind
     fills: ClassVar[bool] = False  # asking it first changes what it does later
     warm_up_params: ClassVar[dict[str, Any]] = {}
-    pages: int | None = None  # in its store when it had settled, if that can be told
 
     def __init__(self, place: Place, name: str) -> None:
         self.place = place
@@ -84,7 +83,7 @@ class Arm:
     def start(self) -> None:
         """Begin; wait_ready() goes on."""
         engine = VllmEngine(
-            self.place.model, self.place.log, python=self._python(), **self._settings()
+            self.place.model, self.place.log, python=self._python(), **self.settings()
         )
         self._engine = self._ends.enter_context(engine)
 
@@ -143,7 +142,8 @@ class Arm:
     def _python(self) -> str:
         return self.place.python
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """What VllmEngine is given besides its model."""
         return {"enable_prefix_caching": False, "num_gpu_blocks_override": BLOCKS}
 
     def __enter__(self) -> Arm:
@@ -160,7 +160,7 @@ class OwnCache(Arm):
     short = "vLLM's own cache"
     fills = True
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {"enable_prefix_caching": True, "num_gpu_blocks_override": OWN_BLOCKS}
 
 
@@ -172,16 +172,15 @@ class Embedded(Arm):
     has_store = True
     fills = True
     warm_up_params: ClassVar[dict[str, Any]] = {"params": without_store()}
-    pages: int | None = 0
 
     @property
     def store(self) -> Path | str:
         return self.place.folder / self.name
 
     def settle(self) -> None:
-        self.pages = settle(self.store)
+        settle(self.store)
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         own = {"store": str(self.store), "load": self.place.load, **self._server_settings()}
         own["page_tokens"] = BLOCK_TOKENS  # what it would choose itself for this model
         return {"extra_config": own, "num_gpu_blocks_override": BLOCKS}
@@ -273,7 +272,7 @@ class LMCache(Arm):
     def _python(self) -> str:
         return self.place.lmcache_python
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         transfer = {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",

@@ -31,6 +31,7 @@ class Cell:
     round_s: list[float] = field(default_factory=list)
     kept_pages: int = 0  # of its store, where all that is asked is new
     whole_pages: int = 0  # that there were to keep
+    alone: bool = False  # asked prompts of its own: nobody else's answers to compare
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
     load: float = 0.0  # average of the machine before the run began
 

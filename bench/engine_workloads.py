@@ -30,7 +30,8 @@ class Size:
 
     documents: int = 6
     document: int = 2600
-    repeats: int = 2
+    repeats: int = 4
+    compared: int = 1  # rounds of documents that are also asked without a cache, which is slow
     question: int = 40
     users: int = 6
     turns: int = 6
@@ -45,10 +46,11 @@ class Size:
     retrieved: int = 3
     rag_rounds: int = 2
     rag_batch: int = 6
-    unique_rounds: int = 7  # the first one is not counted
-    unique_batch: int = 6
+    unique_rounds: int = 5  # the first one is not counted
+    unique_batch: int = 4
     unique_lead: int = 2
     unique: int = 1000
+    unique_pairs: int = 12  # of the engine with our connector, on and off
     answer: int = 8
 
 
@@ -74,6 +76,7 @@ TINY = Size(
     unique_batch=2,
     unique_lead=1,
     unique=140,
+    unique_pairs=2,
     answer=2,
 )
 
@@ -88,6 +91,7 @@ class Workload:
     ask: tuple[Round, ...]
     together: bool = False  # the prompts of a round at once, else one after the other
     lead: int = 0  # so many of a round are asked right before the others, and are not counted
+    compared: int | None = None  # rounds that are asked without a cache; None: all
 
 
 class Texts:
@@ -132,7 +136,9 @@ def documents(texts: Texts, size: Size) -> Workload:
         [[*document, *texts.take(size.question)] for document in found]
         for _ in range(1 + size.repeats)
     )
-    return Workload("tile", "Long documents, tile by tile", (fill,), tuple(ask))
+    return Workload(
+        "tile", "Long documents, tile by tile", (fill,), tuple(ask), compared=size.compared
+    )
 
 
 def chats(texts: Texts, size: Size) -> Workload:

@@ -32,6 +32,7 @@ class Engine:
         self._caches = settings.get("enable_prefix_caching", True)
         self._blocks: set[tuple[int, ...]] = set()
         self._session: SessionLike | None = None
+        self._is_on = True
         extra = settings.get("kv_transfer_config", {}).get("kv_connector_extra_config")
         if extra is not None:
             sizes = {name: extra[name] for name in ("host_bytes", "disk_bytes") if name in extra}
@@ -52,7 +53,7 @@ class Engine:
             ends = range(BLOCK, len(tokens) + 1, BLOCK)
             self._blocks |= {tuple(tokens[:end]) for end in ends}
         first = zlib.crc32(repr(tokens).encode())
-        count = request["max_tokens"]
+        count = request.get("max_tokens", 1)
         return {
             "ttft_s": time.perf_counter() - begun_s,
             "cached_tokens": max(own, stored),
@@ -71,14 +72,17 @@ class Engine:
         return found
 
     def _load(self, tokens: list[int]) -> tuple[int, int]:
-        if self._session is None:
+        if self._session is None or not self._is_on:
             return 0, 0
         with self._session.match(tokens) as hit:
             from_disk = sum(tier == "disk" for tier in hit.tiers)
             return BLOCK * hit.stage(10.0), BLOCK * from_disk
 
+    def switch_connector(self, on: bool) -> None:
+        self._is_on = on
+
     def _save(self, tokens: list[int]) -> None:
-        if self._session is None:
+        if self._session is None or not self._is_on:
             return
         with self._session.reserve(tokens, deadline_s=5.0) as run:
             if run.count:
@@ -97,6 +101,9 @@ def main() -> None:
         asked = json.loads(line)
         if asked["do"] == "run":
             say("run", answers=[engine.answer(each) for each in asked["requests"]], cpu_s=0.0)
+        elif asked["do"] == "call":
+            getattr(engine, asked["name"])(**asked["arguments"])
+            say("call")
         else:
             engine.reset()
             say("reset", done=True)
