@@ -43,7 +43,7 @@ s=0; while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do \
 beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(1)
 endef
 
-.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm venv-lmcache lint bench bench-peers bench-engine proto clean
+.PHONY: help venv demo demo-model demo-service demo-vllm test test-vllm test-vllm-quick venv-vllm venv-lmcache lint bench bench-peers bench-engine bench-ttft proto clean
 
 help:
 	@echo 'make demo    see a real model answer slowly once, then from the cache (sets itself up)'
@@ -56,7 +56,8 @@ help:
 	@echo 'make lint    ruff, mypy --strict, import rules'
 	@echo 'make bench   the benchmarks with their budgets; takes minutes, wants a quiet machine'
 	@echo 'make bench-peers  this store beside Mooncake, Redis, LMCache, SGLang and vLLM; installs 2 GB and vLLM'
-	@echo 'make bench-engine  vLLM under several workloads: no cache, its own, LMCache, ours; half an hour'
+	@echo 'make bench-engine  vLLM under several workloads: no cache, its own, LMCache, ours; 20 minutes'
+	@echo 'make bench-ttft  vLLM: time to the first token over the length of the prompt; minutes'
 	@echo 'make proto   the generated code of the service, after a change of kvstore.proto'
 	@echo 'make clean   remove .venv and everything built here'
 
@@ -109,6 +110,9 @@ bench-peers: $(STAMP)
 bench-engine: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
 	@$(if $(LMCACHE_PYTHON),,$(MAKE) --no-print-directory venv-lmcache || echo 'LMCache does not install here.')
 	@TEST_VLLM_PYTHON='$(VLLM_BIN)' BENCH_LMCACHE_PYTHON='$(LMCACHE_BIN)' $(BIN)/python bench/engine.py --write docs --readme README.md --results bench-engine.json $(BENCH_ARGS)
+
+bench-ttft: $(STAMP) $(DEMO_MODEL) $(VLLM_NEEDS)
+	@TEST_VLLM_PYTHON='$(VLLM_BIN)' $(BIN)/python bench/ttft.py --write docs --readme README.md $(BENCH_ARGS)
 
 # After a change of kvstore/kvstore.proto; a test compares.
 proto: $(STAMP)
