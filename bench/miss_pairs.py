@@ -94,6 +94,11 @@ class Turns:
         )
         return on, off
 
+    def server_share(self) -> float:
+        """What the server uses, over the engine's seconds without."""
+        server = statistics.median(turn.server_cpu_s for turn in self.on)
+        return server / statistics.median(self.cpu_s()[1])
+
     def ratios(self) -> tuple[PairedRatio, PairedRatio]:
         """Tokens a second and CPU seconds, with over without."""
         seconds = ([turn.seconds for turn in turns] for turns in (self.off, self.on))

@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from engine_arms import answer_of
+from engine_report import is_wrong
 from engines import MODEL, ROOT, find_python, settle, without_store
 from paired import machine
 from readme_block import put_into
@@ -81,6 +83,7 @@ class Bench:
                     asked = self._round(engine, stored[length][number])
                     for kind, seconds in asked.items():
                         found[length][kind].append(seconds)
+            os.kill(server_pid(self.store / "kvstore.sock"), signal.SIGTERM)
         return [
             Point(length, {kind: statistics.median(each) for kind, each in kinds.items()})
             for length, kinds in found.items()
@@ -93,20 +96,29 @@ class Bench:
         engine.reset()
         host = self._ask(engine, tokens)
         own = self._ask(engine, tokens, ours=False)
-        whole = (len(tokens) - 1) // BLOCK * BLOCK
-        expected = {"cold": (0, 0), "disk": (whole, whole), "host": (whole, 0), "own": (whole, 0)}
         answers = {"cold": cold, "disk": disk, "host": host, "own": own}
         for kind, answer in answers.items():
-            ours = (answer["params"] or {}).get("kvstore", {})
-            reused = answer["cached_tokens"], ours.get("reused_disk_tokens", 0)
-            if reused != expected[kind]:
-                self.wrong.append(
-                    f"{kind}, {len(tokens)} tokens: {reused} reused, and of these from disk; "
-                    f"expected {expected[kind]}"
-                )
-            if kind != "cold" and answer["tokens"] != own["tokens"]:
-                self.wrong.append(f"{kind}, {len(tokens)} tokens: another answer than vLLM's cache")
+            self._check(kind, tokens, answer, own)
         return {kind: float(answer["ttft_s"]) for kind, answer in answers.items()}
+
+    def _check(
+        self, kind: str, tokens: list[int], answer: dict[str, Any], own: dict[str, Any]
+    ) -> None:
+        """Whether its pages came from where its row says, and it says the same."""
+        found, reference = answer_of(tokens, answer), answer_of(tokens, own)
+        reused = found.reused_tokens
+        # vLLM computes the last token, or its block: then a load ends before that one.
+        right = (0,) if kind == "cold" else ((len(tokens) - 1) // BLOCK, len(tokens) // BLOCK)
+        if reused not in [BLOCK * blocks for blocks in right]:
+            self.wrong.append(f"{kind}, {len(tokens)} tokens: {reused} were reused")
+        if found.disk_tokens != (reused if kind == "disk" else 0):
+            self.wrong.append(f"{kind}, {len(tokens)} tokens: {found.disk_tokens} came from disk")
+        if kind == "cold":
+            return
+        equal = found.tokens == reference.tokens
+        # Where another number of tokens is computed, a close call may go the other way.
+        if is_wrong(found, reference) or (reused == reference.reused_tokens and not equal):
+            self.wrong.append(f"{kind}, {len(tokens)} tokens: another answer than vLLM's cache")
 
     def _ask(self, engine: VllmEngine, tokens: list[int], *, ours: bool = True) -> dict[str, Any]:
         params = {} if ours else {"params": without_store()}

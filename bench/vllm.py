@@ -17,8 +17,9 @@ vllm_chat_over_none          8 chats of 6 turns, KV space for 2: mean TTFT of a 
                              and 16 of the answer
 vllm_chat_example_over_none  the same with vLLM's ExampleConnector: the peer, no budget
 
-idle_cores in the line of --json is what engine and server use while nobody asks, and what an engine
-without connector does: the part that a switch can't show.
+Beside them in the line of --json: miss_server_cpu_share, what the server used of it over what an
+engine without uses; idle_cores, what engine and server use while nobody asks, and what an engine
+without connector does, which a switch can't show.
 
 Ratios are of interleaved pairs with their 90 % interval; twice --pairs for the first two. Where
 engines take turns, each waits until the other's processes have stopped spinning, 1 s after a step.
@@ -133,6 +134,7 @@ class Bench:
         with Switched(store, options.model, self.log, MISS_STORE, **engine) as switched:
             switched.wait_ready()
             found = switched.measure(self._prompt, size, options.miss_pairs)
+        self.more["miss_server_cpu_share"] = round(found.server_share(), 4)
         names = ("throughput", "cpu")
         rows = {
             f"vllm_miss_{name}_ratio": ratio
