@@ -43,6 +43,8 @@ class WorkerSwitch:
 
     def switch_connector(self, on: bool) -> None:
         """Called by collective_rpc."""
+        if hasattr(getattr(self, "model_runner", None), "kv_connector"):
+            raise RuntimeError("this model runner (V2) keeps the connector itself: not switched")
         now = kv_transfer_state._KV_CONNECTOR_AGENT
         if (now is not None) != on:
             kv_transfer_state._KV_CONNECTOR_AGENT = self._kvstore_put_away

@@ -219,6 +219,22 @@ def test_the_readme_says_of_engines_what_their_page_says(bench: Any) -> None:
     assert said == (f"{bench('engine').PICTURE}\n\n{short}" if short else "")
 
 
+def test_a_reference_that_was_asked_less_is_compared_with_what_it_was_asked(bench: Any) -> None:
+    report = bench("engine_report")
+    found = results(bench, {"none": 9.0, "vllm": 1.0}, {"none": 0, "vllm": 900})
+    [cells] = found["tile"]
+    del cells["none"].answers[2:]
+    ratio = report.ratios_of(found)["engine_tile_none_over_vllm"]
+    assert (ratio.median, ratio.pairs) == (9.0, 2)
+    none, own = report.rows_of(found, "none")
+    assert (own.same, own.compared, own.asked) == (2, 2, 6)
+    text = report.table([none, own], list(made(bench).values()))
+    assert "6 prompts, 6,000 tokens" in text
+    assert "| 2 of 2 |" in text
+    cells["vllm"].alone = True
+    assert report.rows_of(found, "none")[1].same is None, "its prompts were others"
+
+
 def test_without_a_reference_no_answer_is_called_the_same(bench: Any) -> None:
     report = bench("engine_report")
     found = results(bench, {"vllm": 1.0, "embedded": 1.0}, {"vllm": 900, "embedded": 896})
