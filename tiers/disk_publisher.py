@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvstore.tiers.catalog import Catalog, CatalogError
 from kvstore.tiers.catalog_scan import scan_catalog
 from kvstore.tiers.disk_state import TierState
-from kvstore.tiers.segment_set import FREE, FREED, RESERVED, USED, slots_by_segment
+from kvstore.tiers.segment_set import FREE, FREED, RESERVED, USED, slots_by_segment, slots_in
 from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError
 
 if TYPE_CHECKING:
@@ -194,6 +194,28 @@ class Publisher:
             self._state.become(TierState.READ_ONLY, f"catalog failed: {second}")
             return
         self._release(slots)
+
+    def check(self) -> None:
+        """Compare slot states, catalog and files; raises TierError with the numbers.
+
+        Nobody commits meanwhile; slots can be reserved, read and freed.
+        """
+        with self.commit_lock:
+            with self._state.lock:
+                self._segments.check()
+                if not self._state.ready:
+                    return  # its catalog may be closed
+                states, waiting = self._segments.copy_states(), set(self.freed)
+            used, freed = slots_in(states, USED), slots_in(states, FREED)
+            if freed != waiting:
+                raise TierError(f"{len(freed)} slots freed, {len(waiting)} waiting for a commit")
+            recorded = set(self.catalog.slots())
+            if recorded - freed != used:
+                raise TierError(
+                    f"{len(used - recorded)} used slots without record, "
+                    f"{len(recorded - used - freed)} records of unused slots"
+                )
+            self._space.check(self.catalog)
 
     # -- private --------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from kvstore.tiers.io_pool import IoPool
 from kvstore.tiers.packed_page import fits
 from kvstore.tiers.page_io import PageIo, PageTask, read_task
 from kvstore.tiers.segment import NAME_BYTES_MAX, header_bytes_for, payload_class
-from kvstore.tiers.segment_set import FREED, RESERVED, USED, SegmentSet
+from kvstore.tiers.segment_set import RESERVED, USED, SegmentSet
 from kvstore.tiers.store_directory import StoreHome
 from kvstore.tiers.tier import (
     SLOT_INDEX_BITS,
@@ -388,29 +388,18 @@ class DiskTier:
     def check(self) -> None:
         """Compare slot states, catalog and files; raises TierError with the numbers."""
         self._use()
-        publisher = self._publisher
-        with publisher.commit_lock, self._state.lock:
-            self._segments.check()
-            if not self._state.ready:
-                return  # its catalog may be closed
-            used = set(self._segments.slots_in(USED))
-            freed = set(self._segments.slots_in(FREED))
-            if freed != set(publisher.freed):
-                raise TierError(
-                    f"{len(freed)} slots freed, {len(publisher.freed)} waiting for a commit"
-                )
-            recorded = set(publisher.catalog.slots())
-            if recorded - freed != used:
-                raise TierError(
-                    f"{len(used - recorded)} used slots without record, "
-                    f"{len(recorded - used - freed)} records of unused slots"
-                )
-            self._space.check(publisher.catalog)
+        self._publisher.check()
 
     def published_slots(self) -> NDArray[np.int64]:
         """All slots that hold a durable page."""
         with self._state.lock:
             return self._segments.published()
+
+    def is_published(self, slot: int) -> bool:
+        """Whether a slot holds a durable page."""
+        with self._state.lock:
+            segment = self._segments.of(slot)
+            return segment is not None and segment.state(slot) == USED
 
     def containers(self) -> list[Container]:
         """The segments, so that callers can choose what to empty."""

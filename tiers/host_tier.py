@@ -19,12 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiers.arena_size import default_extent_bytes, refuse_bad_sizes
 from kvstore.tiers.arena_use import ArenaUse, TenantUse
-from kvstore.tiers.available_memory import (
-    HUGE_PAGE_BYTES,
-    available_memory_bytes,
-    free_huge_pages_bytes,
-)
 from kvstore.tiers.checksum import checksum, copy_and_checksum
 from kvstore.tiers.extent import (
     Extent,
@@ -37,7 +33,6 @@ from kvstore.tiers.extent import (
 )
 from kvstore.tiers.extent_pool import ExtentPool
 from kvstore.tiers.tier import (
-    ALIGNMENT_BYTES,
     SLOT_INDEX_BITS,
     SLOT_INDEX_MASK,
     Container,
@@ -54,13 +49,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["HostTier", "Staging", "checksum", "copy_and_checksum"]
-
-EXTENT_BYTES_MAX = 256 << 20
-EXTENT_BYTES_MIN = 64 << 10
-# A small arena is cut in so many extents, so that a few tenants and slot sizes find room.
-EXTENTS_MIN = 8
-# Nominal extents have room for the generations of slots of this size beside whole slots.
-HEADER_SLOT_BYTES = 64 << 10
 
 # How long a reserve waits for memory that is being populated (a step of 256 MiB takes 0.13 s).
 POPULATE_WAIT_S = 2.0
@@ -99,8 +87,8 @@ class HostTier:
         available_bytes: int | None = None,
     ) -> None:
         if extent_bytes is None:
-            extent_bytes = _default_extent_bytes(capacity_bytes, huge_pages)
-        _refuse_bad_sizes(capacity_bytes, extent_bytes, huge_pages, available_bytes)
+            extent_bytes = default_extent_bytes(capacity_bytes, huge_pages)
+        refuse_bad_sizes(capacity_bytes, extent_bytes, huge_pages, available_bytes)
         self.capacity_bytes = capacity_bytes
         self.boot_epoch = boot_epoch
         self._populate_wait_s = populate_wait_s
@@ -305,17 +293,20 @@ class HostTier:
         return self._pool.wait_populated(wait_s)
 
     def check(self) -> None:
-        """Recount every extent, list and byte; TierError with the numbers. See Tier."""
+        """Recount every extent, list and byte; TierError with the numbers. See Tier.
+
+        Extent by extent: others take and give back slots in between.
+        """
         with self._guard():
             self._pool.check()
-            for extent in self._extents.values():
-                extent.check()
-                listed = self._open.get(_class_of(extent), []).count(extent)
-                if listed != (extent.free_count > 0):
-                    raise TierError(
-                        f"extent {extent.container_id}: {extent.free_count} free slots, "
-                        f"listed {listed} times as open"
-                    )
+            numbers = list(self._extents)
+        for number in numbers:
+            with self._guard():
+                extent = self._extents.get(number)
+                if extent is not None:
+                    extent.check()
+                    self._check_listed(extent)
+        with self._guard():
             listed = sum(map(len, self._open.values()))
             known = sum(extent.free_count > 0 for extent in self._extents.values())
             if listed != known:
@@ -380,6 +371,14 @@ class HostTier:
             memory = self._remove_extent(empty[0])
         self._pool.give_back(memory)
         return True
+
+    def _check_listed(self, extent: Extent) -> None:
+        listed = self._open.get(_class_of(extent), []).count(extent)
+        if listed != (extent.free_count > 0):
+            raise TierError(
+                f"extent {extent.container_id}: {extent.free_count} free slots, "
+                f"listed {listed} times as open"
+            )
 
     def _add_extent(self, memory: Memfd, tenant: str, slot_bytes: int) -> None:
         container_id = self._next_container_id()
@@ -462,37 +461,4 @@ def _refuse_others(
         wanted = "reserved" if state == "published" else "in use"
         raise ValueError(
             f"host tier: slot {index} of extent {extent.container_id} is {state}, not {wanted}"
-        )
-
-
-def _default_extent_bytes(capacity_bytes: int, huge_pages: bool) -> int:
-    unit = HUGE_PAGE_BYTES if huge_pages else ALIGNMENT_BYTES
-    size = min(max(capacity_bytes // EXTENTS_MIN, EXTENT_BYTES_MIN, unit), EXTENT_BYTES_MAX)
-    size = size // unit * unit
-    if not huge_pages:
-        size += header_bytes(size // HEADER_SLOT_BYTES)
-    return min(size, capacity_bytes // unit * unit)
-
-
-def _refuse_bad_sizes(
-    capacity_bytes: int, extent_bytes: int, huge_pages: bool, available_bytes: int | None
-) -> None:
-    unit = HUGE_PAGE_BYTES if huge_pages else ALIGNMENT_BYTES
-    if capacity_bytes < 2 * ALIGNMENT_BYTES:
-        raise TierError(f"host tier: {capacity_bytes} bytes asked, at least 8192 are needed")
-    if not 0 < extent_bytes <= capacity_bytes or extent_bytes % unit:
-        raise TierError(
-            f"host tier: extents of {extent_bytes} bytes asked; they are multiples of {unit} up to "
-            f"the capacity of {capacity_bytes}"
-        )
-    if available_bytes is None:
-        available_bytes = free_huge_pages_bytes() if huge_pages else available_memory_bytes()
-    if capacity_bytes > available_bytes:
-        way_out = "lower --host-bytes"
-        if huge_pages:
-            pages = -(-capacity_bytes // HUGE_PAGE_BYTES)
-            way_out += f", or reserve them: sysctl -w vm.nr_hugepages={pages}"
-        raise TierError(
-            f"host tier: {capacity_bytes / 2**30:.2f} GiB asked, {available_bytes / 2**30:.2f} GiB "
-            f"{'in free huge pages' if huge_pages else 'available'}; {way_out}"
         )

@@ -246,13 +246,9 @@ class SegmentSet:
             self._files.close(segment.descriptor)
         self._segments = {}
 
-    def slots_in(self, state: int) -> Iterator[int]:
-        """All slots in one state."""
-        for segment in self:
-            at = segment.states.find(state)
-            while at >= 0:
-                yield segment.base + at
-                at = segment.states.find(state, at + 1)
+    def copy_states(self) -> list[tuple[int, bytes]]:
+        """Of each segment its first slot and a copy of all its slots' states."""
+        return [(segment.base, bytes(segment.states)) for segment in self]
 
     def published(self) -> NDArray[np.int64]:
         """All slots that hold a page."""
@@ -302,6 +298,14 @@ def read_segment_head(files: FileLayer, path: Path) -> tuple[SegmentShape, bytes
         return decode_segment_head(bytes(block))
     finally:
         files.close(descriptor)
+
+
+def slots_in(states: Iterable[tuple[int, bytes]], state: int) -> set[int]:
+    """All slots in one state, from `copy_states`."""
+    found: set[int] = set()
+    for base, copy in states:
+        found.update((np.flatnonzero(np.frombuffer(copy, np.uint8) == state) + base).tolist())
+    return found
 
 
 def slots_by_segment(slots: Iterable[int]) -> dict[int, list[int]]:

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvstore.tiers.arena_size import EXTENT_BYTES_MAX
 from kvstore.tiers.available_memory import available_memory_bytes
 from kvstore.tiers.checksum import PIECE_BYTES, checksum, copy_and_checksum
 from kvstore.tiers.extent import (
@@ -29,7 +30,7 @@ from kvstore.tiers.extent import (
     header_bytes,
     slots_that_fit,
 )
-from kvstore.tiers.host_tier import EXTENT_BYTES_MAX, HostTier
+from kvstore.tiers.host_tier import HostTier
 from kvstore.tiers.tier import SLOT_INDEX_BITS, SLOT_INDEX_MASK, PageRecord, ReadStatus, TierError
 
 if TYPE_CHECKING:
