@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.prefix_index.bulk_load import Loaded, bulk_load
 from kvstore.prefix_index.departure import BYTES_NO_LIMIT, PAGES_NO_LIMIT, Departure
 from kvstore.prefix_index.node_table import NodeTable
-from kvstore.prefix_index.page_key import PAGE_KEY_BYTES, Tokens, page_extras, token_bytes
+from kvstore.prefix_index.page_key import Tokens, page_extras, run_length, token_bytes
 from kvstore.prefix_index.page_table import (
     HAS_EXTRAS,
     HELD,
@@ -27,11 +27,12 @@ from kvstore.prefix_index.page_table import (
     as_ids,
     rows_of,
 )
+from kvstore.prefix_index.piecewise_check import PieceSizes, check_in_pieces
 from kvstore.prefix_index.radix_tree import EDGE_BYTES_MAX, RadixTree
 from kvstore.prefix_index.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from kvstore.prefix_index.edge_plan import PageRows
 
@@ -251,7 +252,7 @@ class PrefixIndex:
         Raises ValueError, and changes nothing, if the first page is there already or the parent
         is not a live page of this root.
         """
-        count = _run_length(tokens, page_tokens, keys, sequences, checksums)
+        count = run_length(tokens, page_tokens, keys, sequences, checksums)
         offsets = page_extras(extras)
         if any(offset >= count for offset in offsets):
             raise ValueError(f"extras for page {max(offsets)} of a run of {count}")
@@ -279,6 +280,7 @@ class PrefixIndex:
         table.created[ids] = int(now)
         table.writer[ids] = writer_id
         tree.insert(parent, tokens, ids, first_extras)
+        self._recount(tree, ids, 1)
         if self.policy is not None:
             self.policy.inserted(
                 ids, table.key[ids, 0], parent, depth, page_tokens, payload_bytes, now, token_s
@@ -294,7 +296,9 @@ class PrefixIndex:
         """
         tree = self.tree(root, page_tokens)
         try:
-            return bulk_load(rows, tier, tree, self.table, self._nodes, self._residency)
+            loaded = bulk_load(rows, tier, tree, self.table, self._nodes, self._residency)
+            self._recount(tree, loaded.ids[loaded.ids != NO_PAGE], 1)
+            return loaded
         finally:
             if not tree.pages:
                 self._drop(tree)
@@ -323,6 +327,7 @@ class PrefixIndex:
         for tree, part in trees:
             assert tree is not None
             tree.remove(part)
+            self._recount(tree, part, -1)
             self.table.release(part)
             if not tree.pages:
                 self._drop(tree)
@@ -451,6 +456,19 @@ class PrefixIndex:
         extras = sum(tree.pages_with_extras for tree in self.trees())
         assert extras == len(self.table.extras), f"{extras} pages with extras counted"
 
+    def check_in_pieces(self, sizes: PieceSizes | None = None) -> Generator[int]:
+        """check() but for the bytes of nodes, a short piece at each step, with changes in between.
+
+        Close it, or go on to its end, with the lock that guards the index, as each step.
+        """
+        return check_in_pieces(
+            self.table, self._nodes, self._residency, self._by_number, sizes or PieceSizes()
+        )
+
+    def _recount(self, tree: RadixTree, ids: Ids, step: int) -> None:
+        for recount in self._residency.recounts:
+            recount.came(tree.number, ids, step)
+
     def _expect_page(self, page: int) -> None:
         if not self.table.is_live(page):
             raise ValueError(f"{page} is not a live page")
@@ -471,20 +489,3 @@ class PrefixIndex:
         tree.drop()
         del self._by_root[tree.root]
         self._by_number[tree.number] = None
-
-
-def _run_length(
-    tokens: bytes,
-    page_tokens: int,
-    keys: bytes,
-    sequences: npt.NDArray[np.uint64],
-    checksums: npt.NDArray[np.uint64],
-) -> int:
-    """Pages in a run, having checked that its parts agree."""
-    count = len(keys) // PAGE_KEY_BYTES
-    sizes = len(tokens), len(keys), len(sequences), checksums.shape
-    if not count or sizes != (count * page_tokens * 4, count * 16, count, (count, 2)):
-        raise ValueError(f"tokens, keys, sequences, checksums of sizes {sizes} do not agree")
-    if np.frombuffer(tokens, np.int32).min() < 0:
-        raise ValueError("tokens must be in [0, 2^31)")
-    return count

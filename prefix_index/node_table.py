@@ -167,6 +167,14 @@ class NodeTable:
         last = self.pages[node][-PAGE_ID_BYTES:]
         return int.from_bytes(last, sys.byteorder) if last else NO_PAGE
 
+    def trees_of(self, pages: Ids) -> Ids:
+        """The numbers of these live pages' trees."""
+        return np.frombuffer(self.tree, np.int32)[self._table.node[pages]]
+
+    def free_nodes(self, first: int, stop: int) -> list[int]:
+        """Part of the free list."""
+        return self._free[first:stop]
+
     def check(self) -> None:
         """Recount bytes; raises AssertionError with the numbers when something is off."""
         edges = sum(map(len, self.tokens)) + sum(map(len, self.pages))

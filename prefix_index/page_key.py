@@ -130,3 +130,20 @@ def _array_buffer(tokens: npt.NDArray[np.integer]) -> bytes | memoryview:
     if tokens.dtype != np.int32 or sys.byteorder != "little":
         tokens = tokens.astype("<i4")
     return np.ascontiguousarray(tokens).data.cast("B")
+
+
+def run_length(
+    tokens: bytes,
+    page_tokens: int,
+    keys: bytes,
+    sequences: npt.NDArray[np.uint64],
+    checksums: npt.NDArray[np.uint64],
+) -> int:
+    """Pages in a run, having checked that its parts agree."""
+    count = len(keys) // PAGE_KEY_BYTES
+    sizes = len(tokens), len(keys), len(sequences), checksums.shape
+    if not count or sizes != (count * page_tokens * 4, count * 16, count, (count, 2)):
+        raise ValueError(f"tokens, keys, sequences, checksums of sizes {sizes} do not agree")
+    if np.frombuffer(tokens, np.int32).min() < 0:
+        raise ValueError("tokens must be in [0, 2^31)")
+    return count

@@ -83,9 +83,10 @@ class PageTable:
     def is_live(self, page: int) -> bool:
         return 0 <= page < self._rows and bool(self.node[page] >= 0)
 
-    def live(self) -> Ids:
-        """Ids of all live pages, ascending."""
-        return np.flatnonzero(self.node[: self._rows] >= 0).astype(np.int32)
+    def live(self, first: int = 0, stop: int | None = None) -> Ids:
+        """Ids of all live pages, or of those in rows [first, stop), ascending."""
+        stop = self._rows if stop is None else min(stop, self._rows)
+        return (np.flatnonzero(self.node[first:stop] >= 0) + first).astype(np.int32)
 
     def allocate(self, count: int) -> Ids:
         """Rows for `count` new pages, zeroed but for slots; the caller fills them in.
@@ -136,10 +137,23 @@ class PageTable:
         assert live == len(self), f"{live} rows live, {len(self)} counted"
         flagged = np.flatnonzero(self.state[: self._rows] & HAS_EXTRAS).tolist()
         assert set(flagged) == set(self.extras), f"{len(flagged)} flags, {len(self.extras)} extras"
+        self.check_rows(0, self._rows)
+
+    def check_rows(self, first: int, stop: int) -> None:
+        """What the rows [first, stop) say of themselves; raises AssertionError. Part of check()."""
+        state = self.state[first:stop]
+        assert not state[self.node[first:stop] < 0].any(), "a free row is in a tier or held"
+        flagged = np.flatnonzero(state & HAS_EXTRAS) + first
+        missing = [page for page in flagged.tolist() if page not in self.extras]
+        assert not missing, f"{len(missing)} pages are flagged and have no extras"
         for tier in range(TIERS):
-            resident = self.state[: self._rows] & (1 << tier) != 0
-            placed = self.slot[tier][: self._rows] != NO_SLOT
+            resident = state & (1 << tier) != 0
+            placed = self.slot[tier][first:stop] != NO_SLOT
             assert (resident == placed).all(), f"tier {tier}: slots and bits differ"
+
+    def free_rows(self) -> Ids:
+        """A copy of the free list."""
+        return np.frombuffer(self._free, np.int32).copy()
 
     def _columns(self) -> list[npt.NDArray[np.generic]]:
         columns: list[npt.NDArray[np.generic]] = []

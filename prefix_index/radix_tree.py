@@ -201,20 +201,39 @@ class RadixTree:
 
     def check(self) -> int:
         """Walk the tree; returns its nodes, raises AssertionError when something is off."""
-        nodes, table = self._nodes, self._table
+        nodes = self._nodes
         count = pages = 0
         for node in nodes.walk(self.root_node):
             count += 1
             ids = nodes.ids(node)
             pages += len(ids)
             self._check_edge(node, ids)
-            for key, child in (nodes.children[node] or {}).items():
-                assert nodes.parent[child] == node, f"node {child} has another parent"
-                assert self.first_key(child) == key, f"node {child} stands under a wrong key"
-                assert table.parent[nodes.ids(child)[0]] == nodes.tail_page(node), "parent page"
+            for key in nodes.children[node] or {}:
+                self.check_child(node, key)
         assert pages == self.pages, f"{pages} pages found, {self.pages} counted"
         assert count <= pages + 1, f"{count} nodes for {pages} pages"
         return count
+
+    def check_node(self, node: int) -> None:
+        """One node in use, its place under the one above it included; raises AssertionError."""
+        nodes, ids = self._nodes, self._nodes.ids(node)
+        self._check_edge(node, ids)
+        if node != self.root_node:
+            above = nodes.parent[node]
+            self.check_child(above, self.first_key(node))
+            found = (nodes.children[above] or {}).get(self.first_key(node))
+            assert found == node, f"node {node} does not stand under node {above}"
+
+    def check_child(self, node: int, key: bytes) -> None:
+        """What hangs below a node by this key, if there is anything; raises AssertionError."""
+        nodes = self._nodes
+        child = (nodes.children[node] or {}).get(key)
+        if child is None:
+            return
+        assert nodes.parent[child] == node, f"node {child} has another parent"
+        assert self.first_key(child) == key, f"node {child} stands under a wrong key"
+        first = nodes.ids(child)[0]
+        assert self._table.parent[first] == nodes.tail_page(node), "parent page"
 
     def _check_edge(self, node: int, ids: Ids) -> None:
         nodes, table = self._nodes, self._table

@@ -30,6 +30,7 @@ from kvstore.prefix_index.page_table import (
 
 if TYPE_CHECKING:
     from kvstore.prefix_index.node_table import NodeTable
+    from kvstore.prefix_index.recount import Recount
 
 # Up to so many pages are told upwards one by one, by sweeps over edges; more go level by level.
 _SWEEPS_MAX = 16
@@ -47,6 +48,7 @@ class Residency:
         self._pins: dict[int, float] = {}
         self._pin_ends: list[tuple[float, int]] = []  # heap; stale entries are skipped
         self._counts = [0] * TIERS
+        self.recounts: list[Recount] = []  # under way, in pieces: told of all that changes
 
     @property
     def leases(self) -> int:
@@ -74,7 +76,7 @@ class Residency:
         column[ids] = slots
         idle = ids[~self._active(ids, tier)]
         table.state[ids] |= bit
-        self._counts[tier] += len(ids)
+        self._count(ids, tier, 1)
         self._tell(idle, tier, rises=True)
 
     def load(
@@ -90,7 +92,9 @@ class Residency:
         table.slot[tier][ids] = slots
         table.below[tier][ids] = children
         table.state[ids] |= 1 << tier
-        self._counts[tier] += len(ids)
+        self._count(ids, tier, 1)
+        if self.recounts:
+            self._note(np.setdiff1d(ids, tops), tier, 1)
         self._tell(tops, tier, rises=True)
 
     def clear_tier(self, ids: Ids, tier: int) -> npt.NDArray[np.int64]:
@@ -103,7 +107,7 @@ class Residency:
         _refuse_twins(column, ids, slots)
         column[ids] = NO_SLOT
         table.state[ids] &= 0xFF ^ bit
-        self._counts[tier] -= len(ids)
+        self._count(ids, tier, -1)
         self._tell(ids[~self._active(ids, tier)], tier, rises=False)
         return slots
 
@@ -202,6 +206,46 @@ class Residency:
             wrong = np.flatnonzero(children[live] != table.below[tier][live])
             assert not len(wrong), f"tier {tier}: below is wrong for {len(wrong)} pages"
 
+    def check_pages(self, live: Ids) -> None:
+        """What these pages say of themselves; raises AssertionError. A part of check()."""
+        state = self._table.state[live]
+        held = set(live[state & HELD != 0].tolist())
+        noted = {page for page in held if page in self._leases or page in self._pins}
+        assert held == noted, "held flags and leases, pins differ"
+        nowhere = live[state & TIER_BITS == 0]
+        assert not len(nowhere), f"{len(nowhere)} pages are in no tier, as page {nowhere[:1]}"
+
+    def check_holders(self, pages: list[int]) -> None:
+        """Leases and pins of these pages, where there are any; raises AssertionError."""
+        for page in pages:
+            count = self._leases.get(page)
+            assert count is None or count > 0, "a lease count is not positive"
+            if count is not None or page in self._pins:
+                held = self._table.is_live(page) and self._table.state[page] & HELD
+                assert held, "held flags and leases, pins differ"
+
+    def holders(self) -> list[int]:
+        """Pages that are leased or pinned."""
+        return [*self._leases, *self._pins]
+
+    def check_counts(self, recount: Recount) -> None:
+        """After its walk; raises AssertionError with the numbers."""
+        for tier, (there, counted) in enumerate(zip(recount.counts, self._counts, strict=True)):
+            assert there == counted, f"tier {tier}: {there} pages, {counted} counted"
+
+    def active(self, ids: Ids, tier: int) -> npt.NDArray[np.bool_]:
+        """Which of these pages are active in a tier; see above."""
+        return self._active(ids, tier)
+
+    def _count(self, ids: Ids, tier: int, step: int) -> None:
+        self._counts[tier] += step * len(ids)
+        for recount in self.recounts:
+            recount.moved(ids, tier, step)
+
+    def _note(self, ids: Ids, tier: int, step: int) -> None:
+        for recount in self.recounts:
+            recount.turned(ids, tier, step)
+
     def _hold(self, page: int) -> None:
         state = self._table.state
         if state[page] & HELD:
@@ -232,6 +276,7 @@ class Residency:
         """Pages have turned active (rises) or inactive: count that in their ancestors."""
         below = self._table.below[tier]
         while len(ids) > _SWEEPS_MAX:
+            self._note(ids, tier, 1 if rises else -1)
             parents = self._table.parent[ids]
             parents = parents[parents != NO_PAGE]
             if rises:
@@ -252,6 +297,8 @@ class Residency:
         step = 1 if rises else -1
         if parent == NO_PAGE:
             return
+        if self.recounts:
+            self._note(np.array([page], np.int32), tier, step)
         if int(table.state[parent]) & _MARKS[tier] or below[parent] > others:
             below[parent] += step
             return
@@ -260,6 +307,8 @@ class Residency:
             occupied = table.state[rows] & _MARKS[tier] != 0
             stays = np.flatnonzero(occupied | (below[rows] > others))
             below[rows_of(run[stays[-1] :]) if len(stays) else rows] += step
+            if self.recounts:  # all of them have turned, but for the one that stays as it was
+                self._note(run[stays[-1] + 1 :] if len(stays) else run, tier, step)
             if len(stays):
                 return
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.page_key import page_keys
 from kvstore.prefix_index.page_table import DISK, HOST, LOCAL_TIERS, NO_PAGE, REDIS, TIERS
+from kvstore.prefix_index.piecewise_check import PieceSizes
 
 PAGE_TOKENS = 2
 ROOTS = [b"tenant one".ljust(32, b"."), b"tenant two".ljust(32, b".")]
@@ -73,6 +74,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.model: dict[tuple[bytes, tuple[Page, ...]], Known] = {}
         self.counter = itertools.count(1)
         self.now = 1000.0
+        self.sizes = [
+            PieceSizes(rows=2, nodes=1, children=1, items=1),
+            PieceSizes(rows=3, nodes=4, edge_pages=2, children=2, items=2),
+        ]
+        self.walks = [self.index.check_in_pieces(each) for each in self.sizes]
 
     # What the model says
 
@@ -344,6 +350,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         assert len(self.index) == len(self.model)
         assert len(self.index.trees()) == len({root for root, _ in self.model})
+
+    @invariant()
+    def a_check_in_pieces_that_is_under_way_finds_no_fault(self):
+        """A step of it after each step of the others: all of them are false alarms else."""
+        for walk in range(2):
+            if next(self.walks[walk], None) is None:
+                self.walks[walk] = self.index.check_in_pieces(self.sizes[walk])
 
     @invariant()
     def pages_are_what_they_were(self):

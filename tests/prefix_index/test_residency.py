@@ -8,6 +8,7 @@ import pytest
 from kvstore.prefix_index.edge_plan import PageRows
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE, TIER_BITS
+from kvstore.prefix_index.piecewise_check import PieceSizes
 
 ROOT = b"r" * 32
 PAGE_TOKENS = 2
@@ -52,7 +53,9 @@ def test_counts_stay_right_when_many_pages_come_and_go_at_once(seed):
     """check() recounts below[] from scratch; batches are above and below the sweep limit."""
     rng = np.random.default_rng(seed)
     index, ids = loaded(random_forest(rng, 600), rng)
+    walk = index.check_in_pieces(PieceSizes(rows=40))
     for _ in range(30):
+        next(walk)
         some = rng.permutation(ids)[: int(rng.choice([3, 15, 17, 100, 400]))]
         in_host = index.table.state[some] & 1 << HOST != 0
         on_disk = index.table.state[some] & 1 << DISK != 0
@@ -72,6 +75,7 @@ def test_counts_stay_right_when_many_pages_come_and_go_at_once(seed):
         if rng.random() < 0.7:
             index.unlease(page)
         index.check()
+    list(walk)
 
 
 @pytest.mark.parametrize("seed", range(4))
