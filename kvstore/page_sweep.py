@@ -27,6 +27,26 @@ def _nothing() -> None:
     """Nothing."""
 
 
+def each_rows(
+    state: StoreState,
+    look: Callable[[int, int], None],
+    then: Callable[[], None] = _nothing,
+    rows: int = ROWS_A_HOLD,
+) -> None:
+    """Look at all rows of the page table, [first, stop) of them in a hold; the last piece stops at
+    what the table has in that hold. `then` follows each piece, without the lock."""
+    table, at, there = state.index.table, 0, 1
+    while at < there:
+        with state.lock:
+            state.require_open()
+            there = table.rows
+            look(at, min(at + rows, there))
+        then()
+        at += rows
+        if at < there:
+            state.breathe()
+
+
 def each_page(
     state: StoreState,
     look: Callable[[NDArray[np.int32]], None],
@@ -34,17 +54,8 @@ def each_page(
     rows: int = ROWS_A_HOLD,
 ) -> None:
     """Look at all live pages, by ascending id; `then` follows each piece, without the lock."""
-    table, at, there = state.index.table, 0, 1
-    while at < there:
-        with state.lock:
-            state.require_open()
-            there = table.rows
-            live = np.flatnonzero(table.node[at : min(at + rows, there)] >= 0) + at
-            look(live.astype(np.int32))
-        then()
-        at += rows
-        if at < there:
-            state.breathe()
+    table = state.index.table
+    each_rows(state, lambda at, stop: look(table.live(at, stop)), then, rows)
 
 
 def each_end(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.accounts import DiskRecount
     from kvstore.config import StoreConfig
     from kvstore.disk_admission import DiskAdmission
     from kvstore.page_policy import PagePolicy
@@ -165,6 +166,7 @@ class StoreState:
     recorder: Recorder | None = None  # of look-ups, if asked for
     tenancy: Tenancy = NO_QUOTAS
     disk_use: dict[str, int] = field(default_factory=dict)  # bytes of slots on disk, by tenant
+    disk_recounts: list[DiskRecount] = field(default_factory=list)  # under way, in pieces
     staging_use: Callable[[str], int] = lambda tenant: 0  # bytes, besides the arena
     # Tenants above their share whose leases keep others from theirs: a server ends some of them.
     wanted_back: set[str] = field(default_factory=set)
@@ -350,6 +352,8 @@ class StoreState:
 
     def count_disk(self, pages: NDArray[np.int32], slots: NDArray[np.int64], sign: int) -> None:
         """Keep `disk_use` in step: these live pages have come (1) to those slots, or left (-1)."""
+        for recount in self.disk_recounts:
+            recount.moved(pages, slots, sign)
         for tenant, size in self.disk_bytes_by_tenant(pages, slots).items():
             self.disk_use[tenant] = self.disk_use.get(tenant, 0) + sign * size
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.accounts import check_index
 from kvstore.ghost_list import Left
 from kvstore.state import DISK, HOST, TIER_NAMES
 from kvstore.tiers.checksum import checksum
@@ -157,12 +158,10 @@ class Verifier:
     def _look_at_structure(self) -> None:
         state = self._state
         try:
-            with state.lock:
-                state.require_open()
-                state.index.check()
-                self._housekeeper.check_accounting()
-                if state.host is not None:
-                    state.host.check()
+            check_index(state)
+            self._housekeeper.check_accounting()
+            if state.host is not None:
+                state.host.check()
             if state.disk is not None:
                 state.disk.check()
             if state.redis is not None:

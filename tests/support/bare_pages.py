@@ -59,7 +59,7 @@ class OpenLock:
         """between: called without the lock, with how often it was let go of before."""
         self._lock: Any = store.state.lock
         self._between = between
-        self._depth = 0
+        self._depth = 0  # of this thread: others hold the lock again when they wake up
         self._is_telling = False
         self._thread = threading.current_thread()
         self.times = 0
@@ -67,15 +67,15 @@ class OpenLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         taken = bool(self._lock.acquire(blocking, timeout))
-        self._depth += taken
+        self._depth += taken and threading.current_thread() is self._thread
         return taken
 
     def release(self) -> None:
-        self._depth -= 1
-        is_free = self._depth == 0
-        self._lock.release()
         mine = threading.current_thread() is self._thread
-        if is_free and mine and not self._is_telling:
+        self._depth -= mine
+        is_free = mine and self._depth == 0
+        self._lock.release()
+        if is_free and not self._is_telling:
             self._is_telling = True
             self._between(self.times)
             self._is_telling = False
