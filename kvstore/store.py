@@ -56,6 +56,7 @@ from kvstore.store_opening import open_disk, open_host
 from kvstore.store_stats import Stats, stats_of
 from kvstore.tenant import tenant_secret, tree_root
 from kvstore.tenant_usage import usage, usages
+from kvstore.tiers.tier import ALIGNMENT_BYTES
 from kvstore.warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Store(OperatorTools):
         disk, secret, at_rest = open_disk(config, files)
         try:
             host = open_host(config, disk)
-            index = PrefixIndex(pages_expected=_pages_expected(config))
+            index = PrefixIndex(pages_expected=_pages_expected(config, ALIGNMENT_BYTES))
             policy = PagePolicy(
                 config.policy,
                 _pages_expected(config),
@@ -452,9 +453,10 @@ class Store(OperatorTools):
             return state.trees.setdefault(root, info)
 
 
-def _pages_expected(config: StoreConfig) -> int:
-    """Room in the page table for the usual pages, so that it hardly ever has to be copied."""
-    return min((config.host_bytes + config.disk_bytes) // USUAL_PAGE_BYTES, PAGES_EXPECTED_MAX)
+def _pages_expected(config: StoreConfig, page_bytes: int = USUAL_PAGE_BYTES) -> int:
+    """About how many pages of a size there may be. The page table has room for the smallest: that
+    is address space only, and to copy it when it is full takes 36 ms a million pages."""
+    return min((config.host_bytes + config.disk_bytes) // page_bytes, PAGES_EXPECTED_MAX)
 
 
 def _keep_nothing(pages: object) -> int:

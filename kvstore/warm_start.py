@@ -1,7 +1,7 @@
 """Rebuilds the trees from the disk tier's catalog after a start, while look-ups already run.
 
 Works on pieces in order of sequence, so that parents come before children and the lock is free
-again after some tens of milliseconds; the index takes each piece in numpy. Rows that no chain
+again after some milliseconds; the index takes each piece in numpy. Rows that no chain
 reaches give their slots back. When the disk can't be read at all, `error` says why and the store
 goes on with its memory alone.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.page_rows import RootRows
 
-PIECE_PAGES = 16_384
+PIECE_PAGES = 1024  # in one hold of the lock: 3 us each
 LOST = -2  # as a parent page: the row hangs under one that was dropped
 
 _log = logging.getLogger("kvstore.store")
@@ -80,27 +80,38 @@ class WarmStart:
         writers[list(names)] = list(names.values())
         order = np.argsort(rows.sequences, kind="stable")
         page_of_row = np.full(len(rows), LOST, dtype=np.int32)
+        place = np.full(len(rows), NO_PAGE, dtype=np.int32)  # in the piece under way
+        has_extras = np.zeros(len(rows), bool)
+        has_extras[list(rows.extras)] = True
         for start in range(0, len(order), PIECE_PAGES):
             if self._stopping:
                 return
-            self._load_piece(rows, order[start : start + PIECE_PAGES], writers, page_of_row)
+            piece = order[start : start + PIECE_PAGES]
+            place[piece] = np.arange(len(piece), dtype=np.int32)
+            extras = {
+                int(place[row]): rows.extras[row] for row in piece[has_extras[piece]].tolist()
+            }
+            self._load_piece(rows, piece, place, extras, writers, page_of_row)
+            place[piece] = NO_PAGE
 
     def _load_piece(
         self,
         rows: RootRows,
         piece: NDArray[np.int64],
+        place: NDArray[np.int32],
+        extras: dict[int, bytes],
         writers: NDArray[np.uint32],
         page_of_row: NDArray[np.int32],
     ) -> None:
-        """Load rows `piece`; their parents are among them or, by page_of_row, in the tree."""
+        """Load rows `piece`; their parents are among them or, by page_of_row, in the tree.
+
+        `place`: where in the piece each row is; `extras`: of its rows, by that.
+        """
         state = self._state
-        place = np.full(len(rows), NO_PAGE, dtype=np.int32)
-        place[piece] = np.arange(len(piece), dtype=np.int32)
         parents = rows.parent_rows[piece]
         has_parent = parents >= 0
         here = np.where(has_parent, place[parents], NO_PAGE)
         earlier = has_parent & (here < 0)
-        extras = {int(place[row]): value for row, value in rows.extras.items() if place[row] >= 0}
         part = PageRows(
             tokens=np.ascontiguousarray(rows.tokens[piece]),
             parent_rows=here,
