@@ -46,10 +46,10 @@ class Housekeeper:
     def tick(self, number: int = 0) -> None:
         """One round."""
         state = self._state
+        state.end_pins()
         with state.lock:
             if state.closed:
                 return
-            state.index.expire_pins(state.clock())
             state.retry_condemned()
             state.drop_idle_remote(IDLE_S)
         self._study()

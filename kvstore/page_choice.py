@@ -117,9 +117,8 @@ def choose(
     include_leased: bool = False,
 ) -> Choice:
     """What of the named pages may go now: of one tier only, if that is given."""
-    with state.lock:
-        state.require_open()
-        state.index.expire_pins(state.clock())
+    state.require_open()
+    state.end_pins()
     held = _held(state, pages, include_pinned, include_leased)
     there = np.ones(len(pages), np.bool_) if tier is None else pages.states >> tier & 1 == 1
     free = going = there & (held == _FREE)

@@ -43,6 +43,7 @@ FASTER_BITS = 1 << HOST | 1 << DISK
 BEHIND = "disk behind"
 MORE = "more"  # pages have left the arena, and more must: only within this module
 ROUNDS_A_PIECE = 4  # others may take what has come free; then a reservation makes room at one go
+PIECES_AT_ONCE = 16  # of pages that leave then, at most
 # How often a reservation that found no room looks again: memory may be populated by now, which
 # nobody announces.
 POLL_S = 0.02
@@ -191,9 +192,12 @@ class Session:
             deadline = state.clock() + wait_s
             rounds = ROUNDS_A_PIECE * (1 + total // PIECE_PAGES)
             while True:
-                made = self._try_reserve(values, more, keys, total, limit, at_once=not rounds)
+                made = self._try_reserve(values, more, keys, total, limit, at_once=rounds <= 0)
                 if made.reason == MORE:
                     rounds -= 1
+                    if rounds < 0 and state.clock() >= deadline:
+                        made.reason = self._why_no_slots()
+                        break
                     state.changed.wait(BREATH_S)
                     self.require_open()
                     continue
@@ -454,18 +458,24 @@ class Session:
 
     def _take_slots(self, count: int, at_once: bool) -> tuple[list[int], bool]:
         """Slots, as many as there is room for; or none, when only a piece of the pages that must
-        go for them has left, and more can. at_once: they all leave in this hold of the lock."""
+        go for them has left, and more can. at_once: some pieces leave in this hold of the lock, and
+        what has come free for them by then is taken."""
         size, host = self.spec.page_bytes, self.state.host
         slots = self._evictor.take_host(self.tenant, size, count)
+        pieces = 0
         while len(slots) < count:
             wanted = min(count - len(slots), PIECE_PAGES)
             if not self._evictor.make_room_host(self.tenant, size, wanted):
                 break
             slots += self._evictor.take_host(self.tenant, size, count - len(slots))
-            if len(slots) < count and not at_once:
+            pieces += 1
+            if len(slots) < count and at_once and pieces < PIECES_AT_ONCE:
+                continue
+            if len(slots) < count and not (at_once and slots):
                 if slots and host is not None:
                     host.free_many(slots)
                 return [], True
+            break
         return slots, False
 
 

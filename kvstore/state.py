@@ -190,6 +190,14 @@ class StoreState:
         to nobody else."""
         time.sleep(BREATH_S)
 
+    def end_pins(self) -> None:
+        """End the pins whose time has come, in short holds of the lock."""
+        while True:
+            with self.lock:
+                if self.closed or not self.index.expire_pins(self.clock(), PIECE_PAGES):
+                    return
+            self.breathe()
+
     def pieces(self, count: int) -> Iterator[slice]:
         """Parts of so many items, each to be worked on in one hold of the lock, which the caller
         takes: what is true of an item may have changed when its turn comes."""

@@ -132,8 +132,9 @@ def pinned_pages(state: StoreState, tenant: str, besides: NDArray[np.int32] | No
     """Pages that pins of this tenant hold, each counted once; with those `besides`."""
     index = state.index
     held = np.zeros(index.table.rows, np.bool_)
-    for page in index.pins:
-        if state.trees[index.root_of(page)].tenant == tenant:
+    now = state.clock()
+    for page, until in index.pins.items():
+        if until > now and state.trees[index.root_of(page)].tenant == tenant:
             held[index.chain(page)] = True
     if besides is not None:
         held[besides] = True
@@ -165,7 +166,6 @@ def refuse_pin_over_quota(state: StoreState, tenant: str, pages: NDArray[np.int3
     most = quota.pinned_pages_max if quota is not None else None
     if most is None:
         return
-    state.index.expire_pins(state.clock())
     wanted = pinned_pages(state, tenant, pages)
     if wanted > most:
         raise QuotaError(

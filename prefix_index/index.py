@@ -29,13 +29,14 @@ from kvstore.prefix_index.page_table import (
 )
 from kvstore.prefix_index.piecewise_check import PieceSizes, check_in_pieces
 from kvstore.prefix_index.radix_tree import EDGE_BYTES_MAX, RadixTree
-from kvstore.prefix_index.residency import Residency
+from kvstore.prefix_index.residency import PINS_NO_LIMIT, Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from kvstore.prefix_index.edge_plan import PageRows
 
+PINS_A_TIME = 128  # that end, at most, where somebody asks who may leave: 14 us each
 _NOTHING = np.empty(0, np.int32)
 _NOTHING.flags.writeable = False
 
@@ -382,25 +383,34 @@ class PrefixIndex:
     def is_pinned(self, page: int) -> bool:
         return self._residency.is_pinned(page)
 
-    def expire_pins(self, now: float) -> int:
-        return self._residency.expire_pins(now)
+    def expire_pins(self, now: float, most: int = PINS_NO_LIMIT) -> int:
+        return self._residency.expire_pins(now, most)
 
     # Who may leave
 
     def may_leave(self, page: int, tier: int, now: float) -> bool:
         """Leaf rule, last-tier rule, leases and pins, for one page at this moment."""
-        self._residency.expire_pins(now)
+        self._residency.expire_pins(now, PINS_A_TIME)
         return self.table.is_live(page) and self._residency.may_leave(page, tier)
 
     def candidates(self, tier: int, now: float, roots: Collection[bytes] | None = None) -> Ids:
         """Pages of a tier that may leave, now or after their descendants. Ascending ids."""
-        self._residency.expire_pins(now)
+        self._residency.expire_pins(now, PINS_A_TIME)
         return self._of_roots(self._residency.resident(tier), roots)
 
     def evictable(self, tier: int, now: float, roots: Collection[bytes] | None = None) -> Ids:
         """Pages for which may_leave holds now. Ascending ids."""
-        self._residency.expire_pins(now)
+        self._residency.expire_pins(now, PINS_A_TIME)
         return self._of_roots(self._residency.free_to_leave(tier), roots)
+
+    def some_evictable(
+        self, tier: int, now: float, roots: Collection[bytes] | None, window: int, enough: int
+    ) -> tuple[Ids, int]:
+        """evictable() from a window of rows on until there are enough; where to go on."""
+        self._residency.expire_pins(now, PINS_A_TIME)
+        return self._residency.some_free_to_leave(
+            tier, window, enough, lambda ids: self._of_roots(ids, roots)
+        )
 
     def victims(
         self,
@@ -416,7 +426,7 @@ class PrefixIndex:
         A page ranked before its children goes right after the last of them. Changes nothing:
         the pages may leave in the order returned, as long as nothing else happens before.
         """
-        self._residency.expire_pins(now)
+        self._residency.expire_pins(now, PINS_A_TIME)
         departure = Departure(self.table, tier, pages, payload_bytes)
         departure.take_in_order(as_ids(order))
         return departure.taken
@@ -431,14 +441,16 @@ class PrefixIndex:
         scores: npt.NDArray[np.float64] | None = None,
         score: Callable[[Ids], npt.NDArray[np.float64]] | None = None,
         roots: Collection[bytes] | None = None,
+        leaves: Ids | None = None,
     ) -> Ids:
         """Victims by ascending score, as `victims`: a column by page id, or a function of page ids;
         last use if neither is given.
 
-        One numpy sweep over the table, then work in proportion to the pages found.
+        One numpy sweep over the table, or none where `leaves` are those that may leave now; then
+        work in proportion to the pages found.
         """
         departure = Departure(self.table, tier, pages, payload_bytes)
-        leaves = self.evictable(tier, now, roots)
+        leaves = self.evictable(tier, now, roots) if leaves is None else leaves
         column = self.table.last_use if scores is None else scores
         departure.take_coldest(leaves, score or (lambda pages: column[pages]))
         return departure.taken
@@ -457,10 +469,7 @@ class PrefixIndex:
         assert extras == len(self.table.extras), f"{extras} pages with extras counted"
 
     def check_in_pieces(self, sizes: PieceSizes | None = None) -> Generator[int]:
-        """check() but for the bytes of nodes, a short piece at each step, with changes in between.
-
-        Close it, or go on to its end, with the lock that guards the index, as each step.
-        """
+        """check(), but for what piecewise_check.py names, a piece at each step; see there."""
         return check_in_pieces(
             self.table, self._nodes, self._residency, self._by_number, sizes or PieceSizes()
         )

@@ -29,11 +29,15 @@ from kvstore.prefix_index.page_table import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.prefix_index.node_table import NodeTable
     from kvstore.prefix_index.recount import Recount
 
 # Up to so many pages are told upwards one by one, by sweeps over edges; more go level by level.
 _SWEEPS_MAX = 16
+PINS_NO_LIMIT = 1 << 31
+WINDOW_ROWS = 1 << 16  # of the table, swept at once where some pages are enough
 # Bits of the state byte that make a page active in a tier by itself.
 _MARKS = tuple(1 << tier | (HELD if tier < LOCAL_TIERS else 0) for tier in range(TIERS))
 
@@ -146,10 +150,10 @@ class Residency:
     def is_pinned(self, page: int) -> bool:
         return page in self._pins
 
-    def expire_pins(self, now: float) -> int:
-        """End the pins whose time has come; returns how many."""
+    def expire_pins(self, now: float, most: int = PINS_NO_LIMIT) -> int:
+        """End the pins whose time has come, or some of them; returns how many."""
         ended = 0
-        while self._pin_ends and self._pin_ends[0][0] <= now:
+        while ended < most and self._pin_ends and self._pin_ends[0][0] <= now:
             until, page = heapq.heappop(self._pin_ends)
             if self._pins.get(page) == until:
                 ended += self.unpin(page)
@@ -172,19 +176,36 @@ class Residency:
         mask = self._table.state[: self._table.rows] & ((1 << tier) | HELD) == 1 << tier
         return np.flatnonzero(mask).astype(np.int32)
 
-    def free_to_leave(self, tier: int) -> Ids:
-        """Pages for which may_leave holds, ascending: a sweep over the table in numpy."""
+    def free_to_leave(self, tier: int, first: int = 0, stop: int | None = None) -> Ids:
+        """Pages for which may_leave holds, ascending, of the rows [first, stop) if these are given:
+        a sweep over the table in numpy."""
         table, bit = self._table, 1 << tier
+        stop = table.rows if stop is None else min(stop, table.rows)
         ids = np.flatnonzero(
-            (table.state[: table.rows] & (bit | HELD) == bit)
-            & (table.below[tier][: table.rows] == 0)
+            (table.state[first:stop] & (bit | HELD) == bit) & (table.below[tier][first:stop] == 0)
         )
+        ids += first
         last = table.state[ids] & TIER_BITS == bit
         blocked = np.zeros(len(ids), bool)
         for below in table.below:
             blocked |= below[ids] != 0
         leaving: Ids = ids[~(last & blocked)].astype(np.int32)
         return leaving
+
+    def some_free_to_leave(
+        self, tier: int, window: int, enough: int, keep: Callable[[Ids], Ids]
+    ) -> tuple[Ids, int]:
+        """free_to_leave() as far as `keep` keeps it, from a window of rows on around the table
+        until there are enough; and the window to go on with."""
+        windows, found, count = -(-self._table.rows // WINDOW_ROWS) or 1, [], 0
+        for _ in range(windows):
+            at = window % windows * WINDOW_ROWS
+            found.append(keep(self.free_to_leave(tier, at, at + WINDOW_ROWS)))
+            count += len(found[-1])
+            window += 1
+            if count >= enough:
+                break
+        return np.sort(np.concatenate(found)), window % windows
 
     def check(self) -> None:
         """Recount from parents and states; raises AssertionError with the numbers."""

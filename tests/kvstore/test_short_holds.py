@@ -5,6 +5,7 @@ The answer is that of one long look where nothing changes meanwhile.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,9 @@ from kvstore import CacheSpec, Store
 from kvstore.inspection import find_chain
 from kvstore.page_sweep import ROWS_A_HOLD, chain_ends
 from kvstore.removal import STEP_PAGES, Selection
+from kvstore.session import PIECES_AT_ONCE, ROUNDS_A_PIECE
 from kvstore.state import PIECE_PAGES
+from kvstore.tenants import Quota
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -270,3 +273,46 @@ def test_bytes_of_the_index_are_back_where_they_were_once_all_is_gone(store: Sto
     state.index.check()
     empty = state.index.nbytes - state.index.table.nbytes
     assert empty < grown - tokens, "what is left is room in columns"
+
+
+def test_a_tenant_far_above_its_most_gives_in_many_holds_and_not_in_one(store: Store) -> None:
+    """Its most fell to a fraction of what it has: the reservation that has to make room for that
+    lets others in, gives up at its deadline, and those after it go on from there."""
+    session, state = store.session(SPEC), store.state
+    save(session, prompt(0, SHORT))
+    save(session, prompt(1, 40))
+    store.set_quotas({"default": Quota(host_bytes_max=8 * PAGE_BYTES)})
+    left, gaps = [], 0
+
+    def between(times: int) -> None:
+        nonlocal gaps
+        gaps += 1
+        left.append(len(state.index))
+
+    OpenLock(store, between)
+    tries = 0
+    while not (run := session.reserve(prompt(2, 4), deadline_s=0.0)).count:
+        tries += 1
+        assert run.reason.startswith("quota"), run.reason
+        assert tries < 20
+    assert run.count == 4
+    assert gaps >= tries + 1
+    most = ROUNDS_A_PIECE * PIECE_PAGES + PIECES_AT_ONCE * PIECE_PAGES
+    steps = [before - after for before, after in pairwise([SHORT + 40, *left])]
+    assert max(steps) <= most
+    run.abort()
+    store.check()
+
+
+def test_pins_that_end_together_end_a_few_in_a_hold(store: Store) -> None:
+    ids = add_pages(store, SPEC, prompt(0, 4 * PIECE_PAGES))
+    state = store.state
+    for page in ids.tolist():
+        state.index.pin(page, state.clock() - 1.0)
+    pinned: list[int] = []
+    OpenLock(store, lambda times: pinned.append(len(state.index.pins)))
+    state.end_pins()
+    steps = [before - after for before, after in pairwise([len(ids), *pinned])]
+    assert max(steps) == PIECE_PAGES
+    assert pinned[-1] == 0
+    store.check()

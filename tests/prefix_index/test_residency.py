@@ -9,6 +9,7 @@ from kvstore.prefix_index.edge_plan import PageRows
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE, TIER_BITS
 from kvstore.prefix_index.piecewise_check import PieceSizes
+from kvstore.prefix_index.residency import WINDOW_ROWS
 
 ROOT = b"r" * 32
 PAGE_TOKENS = 2
@@ -253,3 +254,24 @@ def test_calls_that_make_no_sense_are_refused_and_change_nothing():
     assert index.table.slot[HOST][ids].tolist() == [5, -1, -1]
     assert index.table.slot[DISK][ids].tolist() == [0, 1, 2]
     assert len(index.trees()) == 1
+
+
+@pytest.mark.slow
+def test_where_very_many_may_leave_each_is_offered_in_its_turn():
+    """One page a chain, more of them than a sweep has to look at; few are found at once."""
+    rng = np.random.default_rng(0)
+    count = 2 * WINDOW_ROWS + 100
+    index, ids = loaded(np.full(count, NO_PAGE), rng)
+    index.lease(int(ids[0]))
+    all_of_them = index.evictable(DISK, 0.0).tolist()
+    assert len(all_of_them) == count - 1
+    window, seen = 0, []
+    for _ in range(3):
+        some, window = index.some_evictable(DISK, 0.0, None, window, 1)
+        seen.append(some.tolist())
+    assert window == 0
+    assert [page for part in seen for page in part] == all_of_them
+    assert index.some_evictable(DISK, 0.0, None, 2, count)[0].tolist() == all_of_them
+    few = index.some_evictable(DISK, 0.0, None, 2, WINDOW_ROWS)[0]
+    assert set(few.tolist()) == {*seen[2], *seen[0]}
+    assert not len(index.some_evictable(DISK, 0.0, [b"nobody"], 1, 1)[0])
