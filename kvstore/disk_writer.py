@@ -321,8 +321,7 @@ class DiskWriter:
             evicted = self._make_room(owner, payload_bytes, slot_bytes, wanted)
             more = self._take(stored_bytes, metadata_bytes, wanted)
             if not more:  # its kind has nothing to give: take a segment from another
-                with self._state.lock:
-                    evicted += self._evictor.empty_segment(owner, slot_bytes)
+                evicted += self._empty_segment(owner, slot_bytes)
                 more = self._take(stored_bytes, metadata_bytes, wanted)
             if not more and evicted == 0:
                 break
@@ -350,6 +349,19 @@ class DiskWriter:
             evicted += left
             self._state.breathe()
         return evicted
+
+    def _empty_segment(self, owner: str, slot_bytes: int) -> int:
+        """Take all pages off one segment, a piece at a time; how many."""
+        assert self._evictor is not None
+        evicted = 0
+        while True:
+            with self._state.lock:
+                left = self._evictor.empty_segment(owner, slot_bytes)
+                is_more = self._evictor.is_emptying(owner, slot_bytes)
+            evicted += left
+            if not left or not is_more or self._stopping:
+                return evicted
+            self._state.breathe()
 
     def _take(self, payload_bytes: int, metadata_bytes: int, count: int) -> list[int]:
         self._state.free_unused_slots()

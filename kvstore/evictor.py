@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.emptying import Emptier
 from kvstore.ghost_list import Left
-from kvstore.prefix_index.page_table import HELD
 from kvstore.quantity import format_bytes
 from kvstore.shares import Claims
 from kvstore.state import DISK, HOST, PIECE_PAGES
 from kvstore.tiers.arena_use import NOTHING
 from kvstore.tiers.segment import payload_class
-from kvstore.tiers.tier import SLOT_INDEX_BITS, aligned
+from kvstore.tiers.tier import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -81,6 +81,7 @@ class Evictor:
         self._demote = demote
         self._plans: dict[tuple[int, tuple[bytes, ...]], Plan] = {}  # by tier and roots
         self._hints = 0  # given when those were made
+        self._emptier = Emptier(state, self._leave)
         self._windows: dict[int, int] = {}  # of the page table, by tier: where to look next
         self._why = Left.ROOM  # that pages leave in the call under way
 
@@ -122,12 +123,17 @@ class Evictor:
         self._why = Left.QUOTA if at_most else Left.ROOM
         if not at_most and not host.wait_populated(0.0):
             return 0
-        claims = self._host_claims()
+        claims, asker = self._host_claims(), (HOST, tenant, slot_bytes)
+        self._emptier.drop_idle()
+        evicted = self._go_on(asker, claims)
+        if evicted:
+            self._state.counters.host_evictions += evicted
+            return evicted
         # Half an extent: the arena's last one may be smaller than the others, by less than half.
         donors = [] if at_most else claims.donors(tenant, host.extent_bytes // 2)
-        evicted = self._take_extent(donors, claims)
+        evicted = self._take_extent(asker, donors, claims)
         if not evicted and donors and self._ask_back(donors):
-            evicted = self._take_extent(donors, claims)
+            evicted = self._take_extent(asker, donors, claims)
         if not evicted:
             mine = self._roots(tenant, lambda size: aligned(size) == slot_bytes)
             evicted = self._evict_coldest(HOST, mine, count)
@@ -137,9 +143,9 @@ class Evictor:
                 for item in host.containers()
                 if item.tenant == tenant and item.slot_bytes != slot_bytes
             ]
-            evicted = self._empty_one(HOST, other_sizes)
+            evicted = self._emptier.start(asker, other_sizes, _any_may_go)
         if not evicted and not at_most:
-            evicted = self._take_extent(claims.richer(tenant), claims)
+            evicted = self._take_extent(asker, claims.richer(tenant), claims)
         self._state.counters.host_evictions += evicted
         return evicted
 
@@ -186,7 +192,8 @@ class Evictor:
         return self._count_disk(evicted)
 
     def empty_segment(self, tenant: str, slot_bytes: int) -> int:
-        """Take all pages off one segment of other slots, so that it can be remade.
+        """Take some pages off one segment of other slots, so that it can be remade when all have
+        gone; see is_emptying.
 
         Its pages are the asker's own, or borrowed by tenants who stay above their shares.
         """
@@ -204,8 +211,16 @@ class Evictor:
                 for owner, size in lost.items()
             )
 
-        others = [item for item in disk.containers() if item.slot_bytes != slot_bytes]
-        return self._count_disk(self._empty_one(DISK, others, may_go))
+        asker = (DISK, tenant, slot_bytes)
+        evicted = self._emptier.go_on(asker, may_go)
+        if not evicted:
+            others = [item for item in disk.containers() if item.slot_bytes != slot_bytes]
+            evicted = self._emptier.start(asker, others, may_go)
+        return self._count_disk(evicted)
+
+    def is_emptying(self, tenant: str, slot_bytes: int) -> bool:
+        """Whether empty_segment has begun with a segment, and is to be called again."""
+        return self._emptier.container((DISK, tenant, slot_bytes)) is not None
 
     # Who has what
 
@@ -247,23 +262,39 @@ class Evictor:
 
     # Taking from others
 
-    def _take_extent(self, donors: Iterable[str], claims: Claims) -> int:
-        """Empty one extent of the first tenant that can give one and keep what it is guaranteed."""
+    def _take_extent(
+        self, asker: tuple[int, str, int], donors: Iterable[str], claims: Claims
+    ) -> int:
+        """Begin with an extent of the first tenant that can give one and keep what it is
+        guaranteed."""
         host = self._state.host
         assert host is not None
         containers = host.containers()
         for donor in donors:
-            size = host.extent_bytes
             fits = [
-                item
-                for item in containers
-                if item.tenant == donor
-                and claims.over(donor) >= min(size, item.slots * item.slot_bytes)
+                item for item in containers if item.tenant == donor and self._gives(item, claims)
             ]
-            evicted = self._empty_one(HOST, fits)
+            evicted = self._emptier.start(asker, fits, _any_may_go)
             if evicted:
                 return evicted
         return 0
+
+    def _gives(self, extent: Container, claims: Claims) -> bool:
+        """Whether its tenant has borrowed as much as that."""
+        host = self._state.host
+        assert host is not None
+        size = min(host.extent_bytes, extent.slots * extent.slot_bytes)
+        return claims.over(extent.tenant) >= size
+
+    def _go_on(self, asker: tuple[int, str, int], claims: Claims) -> int:
+        """With the extent that is being emptied for this asker, while its tenant may lose it."""
+        extent = self._emptier.container(asker)
+        if extent is None:
+            return 0
+        if extent.tenant != asker[1] and not self._gives(extent, claims):
+            self._emptier.stop(asker)
+            return 0
+        return self._emptier.go_on(asker, _any_may_go)
 
     def _take_pages(
         self, donors: Iterable[str], claims: Claims, kind: int, slot_bytes: int, count: int
@@ -389,48 +420,6 @@ class Evictor:
         state.remove_pages(goes, self._why)
         state.changed.notify_all()
 
-    def _empty_one(
-        self,
-        tier: int,
-        containers: list[Container],
-        may_go: Callable[[NDArray[np.int32]], bool] = lambda pages: True,
-    ) -> int:
-        """Empty the container whose warmest page is the coldest: it can be remade."""
-        state, table = self._state, self._state.index.table
-        if not containers:
-            return 0
-        live = table.live()
-        resident = live[state.in_tier(live, tier)]
-        homes = table.slot[tier][resident] >> SLOT_INDEX_BITS
-        scores = state.policy.scores(resident, tier)
-        ids, places = np.unique(homes, return_inverse=True)
-        warmest = np.full(len(ids), -np.inf)
-        np.maximum.at(warmest, places, scores)
-        ranked = dict(zip(ids.tolist(), warmest.tolist(), strict=True))
-        for container in sorted(
-            (item for item in containers if item.container_id in ranked),
-            key=lambda item: (ranked[item.container_id], item.used_slots),
-        ):
-            inside = resident[homes == container.container_id]
-            if len(inside) != container.used_slots:  # something is being written or read there
-                continue
-            pages = self._with_descendants(tier, inside)
-            if pages is None or not may_go(pages):
-                continue
-            order = pages[np.argsort(-table.depth[pages], kind="stable")]
-            victims = state.index.victims(tier, order, state.clock())
-            self._leave(tier, victims)
-            return len(victims)
-        return 0
 
-    def _with_descendants(self, tier: int, pages: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """Pages and all below them in this tier; None when one of them is leased or pinned."""
-        state, table = self._state, self._state.index.table
-        seen: set[int] = set()
-        for page in pages.tolist():
-            if page not in seen:
-                seen.update(state.index.subtree(page).tolist())
-        closure = np.fromiter(seen, dtype=np.int32, count=len(seen))
-        if np.any(table.state[closure] & HELD):
-            return None
-        return closure[state.in_tier(closure, tier)]
+def _any_may_go(pages: NDArray[np.int32]) -> bool:
+    return True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.ghost_list import Left
-from kvstore.state import DISK, HOST, TIER_NAMES
+from kvstore.state import BREATH_S, DISK, HOST, TIER_NAMES
 from kvstore.tiers.tier import ReadStatus, TierError, aligned
 
 if TYPE_CHECKING:
@@ -216,6 +216,8 @@ class Stager:
                         break
                     state.changed.wait(POPULATE_POLL_S)
                 got = self._one_slot(info)
+                if not got:  # more has to leave: others get the lock in between
+                    state.changed.wait(BREATH_S)
             if got:
                 slots += got
                 placed.append(entry)

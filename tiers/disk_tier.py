@@ -406,6 +406,13 @@ class DiskTier:
         with self._state.lock:
             return [segment.container() for segment in self._segments]
 
+    def drain(self, container_id: int, *, on: bool) -> None:
+        """Take no more slots in a segment, so that it can be emptied; or take them again."""
+        with self._state.lock:
+            segment = self._segments.of(container_id << SLOT_INDEX_BITS)
+            if segment is not None:
+                segment.drained = on
+
     def commit_frees(self) -> None:
         """Make slots that were freed available now."""
         self._use()

@@ -97,6 +97,7 @@ class HostTier:
         self._extents: dict[int, Extent] = {}
         # Extents with a free slot, by tenant and slot size; the last one is filled first.
         self._open: dict[tuple[str, int], list[Extent]] = {}
+        self._drained: set[int] = set()  # extents in which no slot is taken
         self._use = ArenaUse()
         self._begun_s = time.monotonic()
         self._last_container_id = 0
@@ -217,10 +218,25 @@ class HostTier:
             for extent, indices in groups:
                 _refuse_others(extent, indices, extent.states[indices] == SlotState.FREE)
             for extent, indices in groups:
-                if extent.free_count == 0:
+                if extent.free_count == 0 and extent.container_id not in self._drained:
                     self._open.setdefault(_class_of(extent), []).append(extent)
                 extent.give_back(indices)
                 self._use.add_slots(extent, -len(indices))
+
+    def drain(self, container_id: int, *, on: bool) -> None:
+        """Take no more slots in an extent, so that it can be emptied; or take them again."""
+        with self._guard():
+            extent = self._extents.get(container_id)
+            if extent is None or (container_id in self._drained) == on:
+                return
+            if on:
+                self._drained.add(container_id)
+            else:
+                self._drained.discard(container_id)
+            if extent.free_count and on:
+                self._open[_class_of(extent)].remove(extent)
+            elif extent.free_count:
+                self._open.setdefault(_class_of(extent), []).append(extent)
 
     def usage(self) -> Usage:
         """Bytes now. Allocated counts blank memory, staging and what readers still hold."""
@@ -308,9 +324,9 @@ class HostTier:
                     self._check_listed(extent)
         with self._guard():
             listed = sum(map(len, self._open.values()))
-            known = sum(extent.free_count > 0 for extent in self._extents.values())
+            known = sum(map(self._is_open, self._extents.values()))
             if listed != known:
-                raise TierError(f"{listed} extents listed as open, {known} have free slots")
+                raise TierError(f"{listed} extents listed as open, {known} have free slots to take")
             self._use.check(self._extents.values())
 
     def close(self) -> None:
@@ -372,9 +388,12 @@ class HostTier:
         self._pool.give_back(memory)
         return True
 
+    def _is_open(self, extent: Extent) -> bool:
+        return extent.free_count > 0 and extent.container_id not in self._drained
+
     def _check_listed(self, extent: Extent) -> None:
         listed = self._open.get(_class_of(extent), []).count(extent)
-        if listed != (extent.free_count > 0):
+        if listed != self._is_open(extent):
             raise TierError(
                 f"extent {extent.container_id}: {extent.free_count} free slots, "
                 f"listed {listed} times as open"
@@ -397,6 +416,9 @@ class HostTier:
     def _remove_extent(self, extent: Extent) -> Memfd:
         del self._extents[extent.container_id]
         self._use.remove_extent(extent)
+        if extent.container_id in self._drained:
+            self._drained.discard(extent.container_id)
+            return extent.retire()
         opened = self._open[_class_of(extent)]
         opened.remove(extent)
         if not opened:

@@ -47,6 +47,7 @@ class Segment:
         # 1 where the slot was given back and its header not wiped, as far as this process knows.
         self.stale = bytearray(shape.slots)
         self.free = shape.slots
+        self.drained = False  # no slot is taken here
         self.directory = path.parent
         self._sync_lock = threading.Lock()
         self._sync_error: OSError | None = None
@@ -154,6 +155,7 @@ class SegmentSet:
             shape = segment.shape
             if (
                 segment.free
+                and not segment.drained
                 and shape.payload_capacity == payload_capacity
                 and shape.header_bytes == header_bytes
             ):

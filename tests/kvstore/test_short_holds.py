@@ -17,6 +17,7 @@ from known_pages import PAGE_BYTES, PAGE_TOKENS, SPEC, load, prompt, save
 from plain_walks import plain_branches, plain_eviction
 
 from kvstore import CacheSpec, Store
+from kvstore.emptying import CLOSURE_PAGES, IDLE_S
 from kvstore.inspection import find_chain
 from kvstore.page_sweep import ROWS_A_HOLD, chain_ends
 from kvstore.removal import STEP_PAGES, Selection
@@ -315,4 +316,55 @@ def test_pins_that_end_together_end_a_few_in_a_hold(store: Store) -> None:
     steps = [before - after for before, after in pairwise([len(ids), *pinned])]
     assert max(steps) == PIECE_PAGES
     assert pinned[-1] == 0
+    store.check()
+
+
+def test_an_extent_is_emptied_in_pieces_in_which_its_tenant_takes_no_slots(store: Store) -> None:
+    """Between two pieces the tenant that gives goes on storing; the one that asks gets its extent
+    all the same."""
+    giver, state = store.session(SPEC, tenant="acme"), store.state
+    host, evictor, seeds = state.host, store._evictor, iter(range(100, 10_000))
+    assert host is not None
+    for _ in range(60):
+        save(giver, prompt(next(seeds), 4))
+    slots = max(item.slots for item in host.containers())
+    assert slots > PIECE_PAGES, "an extent takes more than one piece"
+    store.set_quotas({"acme": Quota(), "globex": Quota()})
+    got: list[int] = []
+    pieces = 0
+    while not got:
+        pieces += 1
+        with state.lock:
+            left = evictor.make_room_host("globex", PAGE_BYTES, 1)
+            got = evictor.take_host("globex", PAGE_BYTES, 1)
+        assert 0 < left <= CLOSURE_PAGES
+        host.check()
+        if not got:
+            assert save(giver, prompt(next(seeds), 2), wait_s=0.0) == 2, "it has others"
+    assert pieces == -(-slots // PIECE_PAGES)
+    host.free_many(got)
+    session = store.session(SPEC, tenant="globex")
+    assert save(session, prompt(1, 4)) == load(session, prompt(1, 4)) == 4
+    store.check()
+
+
+def test_a_container_that_nobody_wants_emptied_any_more_takes_pages_again(store: Store) -> None:
+    state, host = store.state, store.state.host
+    assert host is not None
+    giver = store.session(SPEC, tenant="acme")
+    for seed in range(70):
+        save(giver, prompt(seed, 4))
+    store.set_quotas({"acme": Quota(), "globex": Quota()})
+    with state.lock:
+        assert store._evictor.make_room_host("globex", PAGE_BYTES, 1) == PIECE_PAGES
+        free = host.usage().free_slots
+        assert free >= PIECE_PAGES
+        assert store._evictor.take_host("acme", PAGE_BYTES, 1) == []
+        host.check()
+        later_s = state.clock() + 2 * IDLE_S
+        state.clock = lambda: later_s
+        store._evictor._emptier.drop_idle()
+        slots = store._evictor.take_host("acme", PAGE_BYTES, free)
+        assert len(slots) == free
+        host.free_many(slots)
     store.check()

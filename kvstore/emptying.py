@@ -1,0 +1,158 @@
+"""Empties whole containers, extents of the arena or segments of the disk, to be remade.
+
+Some pages leave in each hold of the lock; who asked for the room calls again until it is there.
+Meanwhile nobody takes slots in the container, and it is opened again when it is empty, when it
+cannot be emptied after all, or when its asker has not come back for a while. The lock is held
+around each call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.prefix_index.page_table import HELD
+from kvstore.state import HOST, PIECE_PAGES
+from kvstore.tiers.tier import SLOT_INDEX_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from kvstore.state import StoreState
+    from kvstore.tiers.tier import Container
+
+    MayGo = Callable[[NDArray[np.int32]], bool]
+
+SAMPLE_ROWS = 1 << 14  # of the page table, to tell how warm containers are
+CLOSURE_PAGES = 4 * PIECE_PAGES  # that leave in one hold, with those below them elsewhere
+IDLE_S = 1.0
+
+
+@dataclass(slots=True)
+class Emptying:
+    """One container under way."""
+
+    container: Container
+    pages: NDArray[np.int32]  # deepest first
+    sequences: NDArray[np.uint64]
+    last_s: float
+    at: int = 0
+
+
+class Emptier:
+    """Of one store; an asker is a tier, a tenant and a size of slots."""
+
+    def __init__(self, state: StoreState, leave: Callable[[int, NDArray[np.int32]], None]) -> None:
+        self._state = state
+        self._leave = leave
+        self._under_way: dict[tuple[int, str, int], Emptying] = {}
+
+    def container(self, asker: tuple[int, str, int]) -> Container | None:
+        """What is being emptied for this asker."""
+        going = self._under_way.get(asker)
+        return going.container if going is not None else None
+
+    def drop_idle(self) -> None:
+        """Open containers again whose askers have not come back."""
+        oldest_s = self._state.clock() - IDLE_S
+        for asker, going in list(self._under_way.items()):
+            if going.last_s < oldest_s:
+                self.stop(asker)
+
+    def stop(self, asker: tuple[int, str, int]) -> None:
+        """Open the container again: it is empty, or stays as it is."""
+        going = self._under_way.pop(asker, None)
+        if going is not None:
+            self._drain(asker[0], going.container, on=False)
+
+    def start(self, asker: tuple[int, str, int], containers: list[Container], may_go: MayGo) -> int:
+        """Begin with the container whose warmest page is the coldest; how many pages left it."""
+        tier, table = asker[0], self._state.index.table
+        busy = {each.container.container_id for each in self._under_way.values()}
+        containers = [
+            item for item in containers if item.used_slots and item.container_id not in busy
+        ]
+        if not containers:
+            return 0
+        homes = table.slot[tier][: table.rows] >> SLOT_INDEX_BITS
+        held = set(homes[np.flatnonzero(table.state[: table.rows] & HELD)].tolist())
+        warmest = self._warmest(tier, homes)
+        for container in sorted(
+            (item for item in containers if item.container_id not in held),
+            key=lambda item: (warmest.get(item.container_id, -np.inf), item.used_slots),
+        ):
+            inside = np.flatnonzero(homes == container.container_id).astype(np.int32)
+            if len(inside) != container.used_slots:  # something is being written or read there
+                continue
+            inside = inside[np.argsort(-table.depth[inside], kind="stable")]
+            self._under_way[asker] = Emptying(
+                container, inside, table.sequence[inside], self._state.clock()
+            )
+            self._drain(tier, container, on=True)
+            evicted = self.go_on(asker, may_go)
+            if evicted:
+                return evicted
+        return 0
+
+    def go_on(self, asker: tuple[int, str, int], may_go: MayGo) -> int:
+        """Some more pages leave; how many. At 0 it is over: none is left, or some may not go."""
+        going, tier = self._under_way.get(asker), asker[0]
+        if going is None:
+            return 0
+        state = self._state
+        going.last_s, evicted = state.clock(), 0
+        while not evicted and going.at < len(going.pages):
+            part = self._still_there(tier, going)
+            pages = self._with_descendants(tier, part)
+            if pages is None or not may_go(pages):
+                break
+            order = pages[np.argsort(-state.index.table.depth[pages], kind="stable")]
+            victims = state.index.victims(tier, order[:CLOSURE_PAGES], state.clock())
+            self._leave(tier, victims)
+            evicted = len(victims)
+            if evicted == len(order):
+                going.at += PIECE_PAGES
+            elif not evicted:
+                break
+        if not evicted or going.at >= len(going.pages):
+            self.stop(asker)
+        return evicted
+
+    def _still_there(self, tier: int, going: Emptying) -> NDArray[np.int32]:
+        table = self._state.index.table
+        part = slice(going.at, going.at + PIECE_PAGES)
+        pages = going.pages[part]
+        same = (table.node[pages] >= 0) & (table.sequence[pages] == going.sequences[part])
+        same &= table.slot[tier][pages] >> SLOT_INDEX_BITS == going.container.container_id
+        still: NDArray[np.int32] = pages[same]
+        return still
+
+    def _warmest(self, tier: int, homes: NDArray[np.int64]) -> dict[int, float]:
+        """The best score in each container, of a sample of the pages."""
+        rows = np.arange(0, len(homes), 1 + len(homes) // SAMPLE_ROWS, dtype=np.int32)
+        rows = rows[homes[rows] >= 0]
+        ids, places = np.unique(homes[rows], return_inverse=True)
+        best = np.full(len(ids), -np.inf)
+        np.maximum.at(best, places, self._state.policy.scores(rows, tier))
+        return dict(zip(ids.tolist(), best.tolist(), strict=True))
+
+    def _with_descendants(self, tier: int, pages: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Pages and all below them in this tier; None when one of them is leased or pinned."""
+        state, table = self._state, self._state.index.table
+        seen: set[int] = set()
+        for page in pages.tolist():
+            if page not in seen:
+                seen.update(state.index.subtree(page).tolist())
+        closure = np.fromiter(seen, dtype=np.int32, count=len(seen))
+        if np.any(table.state[closure] & HELD):
+            return None
+        return closure[state.in_tier(closure, tier)]
+
+    def _drain(self, tier: int, container: Container, *, on: bool) -> None:
+        medium = self._state.host if tier == HOST else self._state.disk
+        if medium is not None:
+            medium.drain(container.container_id, on=on)
