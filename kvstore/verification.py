@@ -19,6 +19,7 @@ import numpy as np
 
 from kvstore.accounts import check_index
 from kvstore.ghost_list import Left
+from kvstore.page_sweep import each_page
 from kvstore.state import DISK, HOST, TIER_NAMES
 from kvstore.tiers.checksum import checksum
 from kvstore.tiers.file_layer import contiguous_buffer
@@ -86,8 +87,10 @@ class Verification:
 @dataclass(slots=True)
 class _Batch:
     tier: int
-    pages: list[int]
-    sequences: list[int]
+    pages: NDArray[np.int32]
+    sequences: NDArray[np.uint64]
+    held: list[int] = field(default_factory=list)  # those of the pages that were still there
+    held_sequences: list[int] = field(default_factory=list)
     statuses: list[ReadStatus] = field(default_factory=list)
     payload_bytes: int = 0
 
@@ -198,27 +201,35 @@ class Verifier:
         for tier, medium in ((DISK, state.disk), (HOST, state.host)):
             if medium is None:
                 continue
-            with state.lock:
-                table = state.index.table
-                live = table.live()
-                pages = live[state.in_tier(live, tier)]
-                pages = pages[np.argsort(table.slot[tier][pages], kind="stable")]
-                sizes = table.payload_bytes[pages].astype(np.int64)
-                sequences = table.sequence[pages]
+            pages, sequences, slots, sizes = self._copies(tier)
+            order = np.argsort(slots, kind="stable")
+            pages, sequences = pages[order], sequences[order]
             made += [
-                _Batch(tier, pages[part].tolist(), sequences[part].tolist())
-                for part in _parts(sizes)
+                _Batch(tier, pages[part], sequences[part])
+                for part in _parts(sizes[order].astype(np.int64))
             ]
         return made
+
+    def _copies(self, tier: int) -> list[NDArray[Any]]:
+        """Pages of a tier, and their sequence numbers, slots and sizes."""
+        state, table = self._state, self._state.index.table
+        parts: list[tuple[NDArray[Any], ...]] = []
+
+        def look(live: NDArray[np.int32]) -> None:
+            mine = live[state.in_tier(live, tier)]
+            columns = (table.sequence, table.slot[tier], table.payload_bytes)
+            parts.append((mine, *(column[mine] for column in columns)))
+
+        each_page(state, look)
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def _read(self, batch: _Batch) -> _Batch:
         """Read what is still there; runs in a thread of its own."""
         state, tier = self._state, batch.tier
-        held: list[int] = []
+        held = batch.held
         records: list[PageRecord] = []
         places: list[int] = []
-        sequences, batch.sequences = batch.sequences, []
-        pages, batch.pages = batch.pages, held
+        pages, sequences = batch.pages.tolist(), batch.sequences.tolist()
         try:
             for part in state.pieces(len(pages)):
                 with state.lock:
@@ -227,7 +238,7 @@ class Verifier:
                         if self._is_there(page, sequence, tier):
                             state.index.lease(page)
                             held.append(page)
-                            batch.sequences.append(sequence)
+                            batch.held_sequences.append(sequence)
                             records.append(state.record(page))
                             places.append(int(state.index.table.slot[tier][page]))
             if tier == DISK:
@@ -280,12 +291,12 @@ class Verifier:
     def _account(self, batch: _Batch) -> None:
         self._now = replace(
             self._now,
-            pages=self._now.pages + len(batch.pages),
+            pages=self._now.pages + len(batch.held),
             payload_bytes=self._now.payload_bytes + batch.payload_bytes,
             # Pages that left meanwhile need no check any more.
-            pages_total=max(self._now.pages_total, self._now.pages + len(batch.pages)),
+            pages_total=max(self._now.pages_total, self._now.pages + len(batch.held)),
         )
-        rows = zip(batch.pages, batch.sequences, batch.statuses, strict=True)
+        rows = zip(batch.held, batch.held_sequences, batch.statuses, strict=True)
         for page, sequence, status in rows:
             if status is not ReadStatus.OK:
                 self._bad(page, sequence, batch.tier, status)
