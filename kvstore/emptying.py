@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 SAMPLE_ROWS = 1 << 14  # of the page table, to tell how warm containers are
 CLOSURE_PAGES = 4 * PIECE_PAGES  # that leave in one hold, with those below them elsewhere
+TRIED_MAX = 8  # containers, in one hold
+DEPTH_MAX = 0xFFFF  # 16 bits are sorted ten times as fast
 IDLE_S = 1.0
 
 
@@ -81,14 +83,16 @@ class Emptier:
         homes = table.slot[tier][: table.rows] >> SLOT_INDEX_BITS
         held = set(homes[np.flatnonzero(table.state[: table.rows] & HELD)].tolist())
         warmest = self._warmest(tier, homes)
-        for container in sorted(
+        coldest_first = sorted(
             (item for item in containers if item.container_id not in held),
             key=lambda item: (warmest.get(item.container_id, -np.inf), item.used_slots),
-        ):
+        )
+        for container in coldest_first[:TRIED_MAX]:
             inside = np.flatnonzero(homes == container.container_id).astype(np.int32)
             if len(inside) != container.used_slots:  # something is being written or read there
                 continue
-            inside = inside[np.argsort(-table.depth[inside], kind="stable")]
+            depths = np.minimum(table.depth[inside], DEPTH_MAX).astype(np.uint16)
+            inside = inside[np.argsort(DEPTH_MAX - depths, kind="stable")]
             self._under_way[asker] = Emptying(
                 container, inside, table.sequence[inside], self._state.clock()
             )
@@ -99,7 +103,10 @@ class Emptier:
         return 0
 
     def go_on(self, asker: tuple[int, str, int], may_go: MayGo) -> int:
-        """Some more pages leave; how many. At 0 it is over: none is left, or some may not go."""
+        """Some more pages leave; how many. At 0 it is over: some may not go.
+
+        Where the last ones have left by themselves, one counts: the container is there to be had.
+        """
         going, tier = self._under_way.get(asker), asker[0]
         if going is None:
             return 0
@@ -120,7 +127,14 @@ class Emptier:
                 break
         if not evicted or going.at >= len(going.pages):
             self.stop(asker)
-        return evicted
+        return evicted or int(self._is_empty(tier, going.container))
+
+    def _is_empty(self, tier: int, container: Container) -> bool:
+        medium = self._state.host if tier == HOST else self._state.disk
+        there = medium.containers() if medium is not None else []
+        return any(
+            not item.used_slots for item in there if item.container_id == container.container_id
+        )
 
     def _still_there(self, tier: int, going: Emptying) -> NDArray[np.int32]:
         table = self._state.index.table

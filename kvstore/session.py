@@ -44,6 +44,7 @@ BEHIND = "disk behind"
 MORE = "more"  # pages have left the arena, and more must: only within this module
 ROUNDS_A_PIECE = 4  # others may take what has come free; then a reservation makes room at one go
 PIECES_AT_ONCE = 16  # of pages that leave then, at most
+AT_ONCE_S = 0.002  # after which no more of them leave in that hold
 # How often a reservation that found no room looks again: memory may be populated by now, which
 # nobody announces.
 POLL_S = 0.02
@@ -462,14 +463,15 @@ class Session:
         what has come free for them by then is taken."""
         size, host = self.spec.page_bytes, self.state.host
         slots = self._evictor.take_host(self.tenant, size, count)
-        pieces = 0
+        pieces, until_s = 0, self.state.clock() + AT_ONCE_S
         while len(slots) < count:
             wanted = min(count - len(slots), PIECE_PAGES)
             if not self._evictor.make_room_host(self.tenant, size, wanted):
                 break
             slots += self._evictor.take_host(self.tenant, size, count - len(slots))
             pieces += 1
-            if len(slots) < count and at_once and pieces < PIECES_AT_ONCE:
+            is_time = self.state.clock() < until_s
+            if len(slots) < count and at_once and pieces < PIECES_AT_ONCE and is_time:
                 continue
             if len(slots) < count and not (at_once and slots):
                 if slots and host is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.disk_tier import DiskTier
     from kvstore.tiers.page_rows import RootRows
 
-PIECE_PAGES = 1024  # in one hold of the lock: 3 us each
+PIECE_PAGES = 2048  # in one hold of the lock: 2 us each
 LOST = -2  # as a parent page: the row hangs under one that was dropped
 
 _log = logging.getLogger("kvstore.store")

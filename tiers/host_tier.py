@@ -373,6 +373,7 @@ class HostTier:
         """Make an empty extent of this tenant one of that slot size, in place."""
         for extent in self._extents.values():
             fits = slots_that_fit(extent.memory.size, slot_bytes) > 0
+            fits = fits and extent.container_id not in self._drained  # it is another's soon
             if fits and extent.tenant == tenant and extent.used_slots == 0:
                 self._add_extent(self._remove_extent(extent), tenant, slot_bytes)
                 return True
