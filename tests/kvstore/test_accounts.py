@@ -52,9 +52,11 @@ def remove(store: Store, seed: int) -> None:
 def lose_in_memory(store: Store) -> int:
     host = store.state.host
     assert host is not None
-    (slot,) = host.reserve("default", PAGE_BYTES, 1)
-    host.publish_many([slot])
-    return slot
+    with store.state.lock:
+        while not (slots := host.reserve("default", PAGE_BYTES, 1)):
+            assert store._evictor.make_room_host("default", PAGE_BYTES, 1)
+        host.publish_many(slots)
+    return slots[0]
 
 
 def lose_on_disk(store: Store) -> int:
