@@ -82,7 +82,7 @@ class Place:
             )
         from kvstore.store import Store  # not needed where a server is asked
 
-        with Store.open(directory, host_bytes=host_bytes) as store:
+        with Store.open(directory, host_bytes=host_bytes, for_a_look=True) as store:
             yield store
 
     def held_without_server(self) -> Path | None:

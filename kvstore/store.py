@@ -82,13 +82,15 @@ _log = logging.getLogger("kvstore.store")
 class Store(OperatorTools):
     """An open store. Make one with Store.open(); close it, or use it in a `with` statement."""
 
-    def __init__(self, config: StoreConfig, *, files: FileLayer | None = None) -> None:
+    def __init__(
+        self, config: StoreConfig, *, files: FileLayer | None = None, for_a_look: bool = False
+    ) -> None:
         """Open what `config` describes. `files` replaces the file layer, for tests.
 
         Raises DirectoryError when the directory can't be used, CapacityError when the machine has
         not what is asked.
         """
-        disk, secret, at_rest = open_disk(config, files)
+        disk, secret, at_rest = open_disk(config, files, for_a_look=for_a_look)
         try:
             host = open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config, ALIGNMENT_BYTES))
@@ -143,6 +145,7 @@ class Store(OperatorTools):
         directory: str | os.PathLike[str] | None = None,
         *,
         wait_warm: bool = True,
+        for_a_look: bool = False,
         files: FileLayer | None = None,
         **settings: Any,
     ) -> Store:
@@ -151,10 +154,12 @@ class Store(OperatorTools):
         settings: fields of StoreConfig (`host_bytes="2GiB"`, `disk_bytes="100GiB"`, ...); a store
         that exists keeps its `disk_bytes` and `disk_directories` unless they are given. With
         `wait_warm` the call returns when every stored chain can be hit again (about 5 s a million
-        pages); without it, at once, and look-ups are misses until then.
+        pages); without it, at once, and look-ups are misses until then. `for_a_look`: this process
+        may be ended at any moment, which will not be taken for a sign of a bad catalog.
         """
         given = {name: value for name, value in settings.items() if value is not None}
-        store = cls(StoreConfig(directory=directory, **given), files=files)
+        config = StoreConfig(directory=directory, **given)
+        store = cls(config, files=files, for_a_look=for_a_look)
         if wait_warm:
             try:
                 store.wait_warm(WARM_DEADLINE_S)

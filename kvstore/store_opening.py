@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def open_disk(
-    config: StoreConfig, files: FileLayer | None
+    config: StoreConfig, files: FileLayer | None, *, for_a_look: bool = False
 ) -> tuple[DiskTier | None, bytes | None, AtRest | None]:
     """The disk tier, the store secret, and encryption; None where all is in memory or plain."""
     if config.directory is None or config.disk_bytes == 0:
@@ -38,6 +38,7 @@ def open_disk(
             config.disk_bytes,
             files,
             io_threads=config.io_threads,
+            for_a_look=for_a_look,
             load=False,  # WarmStart does, in the background
         )
     except (TierError, OSError) as exc:

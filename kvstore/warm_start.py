@@ -58,6 +58,7 @@ class WarmStart:
                 self._load_tree(rows)
                 if self._stopping:
                     return
+            self._disk.prove_read()
         except (TierError, OSError) as exc:
             self.error = str(exc)
             _log.error("disk tier: %s", exc)

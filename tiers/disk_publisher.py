@@ -8,6 +8,7 @@ so only once; a failed commit leaves no record of the pages it was for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from kvstore.tiers.cipher import Cipher
     from kvstore.tiers.disk_space import DiskSpace
@@ -116,7 +118,8 @@ class Publisher:
                 if not self._space.fits_commit(self.catalog, [], len(batch)):
                     batch = batch[:FREE_BATCH_TIGHT]
                 try:
-                    self.catalog.commit(batch)
+                    with self._guarded():
+                        self.catalog.commit(batch)
                 except CatalogError as error:
                     self.recover(error, batch)
                     return released
@@ -159,23 +162,19 @@ class Publisher:
         """Make one more segment of this shape; False when the tier is full."""
         if not self._state.ready:
             return False
+        uuid = self._home.identity.store_uuid
         try:
-            return self._space.grow(
-                self.catalog, self._home.identity.store_uuid, payload_capacity, header_bytes, wanted
-            )
+            with self._guarded():
+                return self._space.grow(self.catalog, uuid, payload_capacity, header_bytes, wanted)
         except CatalogError as error:
             self.recover(error, [])
             return False
 
     def prove(self) -> None:
         """The catalog survived a commit: the guard against crash loops starts from zero."""
-        if self._proven:
-            return
-        self._proven = True
-        try:
-            self._home.write_identity(unproven_starts=0)
-        except OSError as error:
-            log.warning("%s: %s", self._home.first, error)
+        if not self._proven:
+            self._proven = True
+            self._home.prove_commit()
 
     def recover(self, error: CatalogError, slots: Sequence[int]) -> None:
         """After a failed commit: close, walk, reopen, delete what it may have left (R7, R8)."""
@@ -280,7 +279,9 @@ class Publisher:
                 half = len(tasks) // 2
                 return self._commit(tasks[:half]) + self._commit(tasks[half:]) if half else []
         try:
-            self.catalog.commit(freed, [(task.slot, task.page) for task in tasks])
+            with self._guarded():
+                self.catalog.commit(freed, [(task.slot, task.page) for task in tasks])
+                self.prove()
         except CatalogError as error:
             self.recover(error, [task.slot for task in tasks] + freed)
             return []
@@ -288,8 +289,11 @@ class Publisher:
             for task in tasks:
                 task.segment.set_state(task.slot, USED)
         self._release(freed)
-        self.prove()
         return [task.position for task in tasks]
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Around what writes to the catalog: it counts who dies in there before a page is in."""
+        return contextlib.nullcontext() if self._proven else self._home.risky_commit()
 
     def _retire(self, segment: Segment, slot: int) -> None:
         """The slot has a durable record: it may not be written before that is deleted."""

@@ -52,7 +52,6 @@ log = logging.getLogger("kvstore.tiers.disk")
 REBUILD_NAME = "catalog.rebuild"
 REBUILD_BATCH_PAGES = 4096
 HEADER_CHUNK_BYTES = 1 << 20  # slots smaller than half of it are read many at a time
-UNPROVEN_STARTS_MAX = 3  # then the catalog is what kills the server
 
 
 @dataclass(slots=True)
@@ -216,10 +215,8 @@ class Recovery:
 
     def _sound_scan(self, directory: Path) -> Scan:
         identity = self.home.identity
-        if identity.unproven_starts > UNPROVEN_STARTS_MAX:
-            raise CatalogError(
-                f"{identity.unproven_starts - 1} starts in a row ended before their first commit"
-            )
+        if self.home.suspicion:
+            raise CatalogError(self.home.suspicion)
         scan = scan_catalog(directory, self.cipher)
         if scan.store_uuid != identity.store_uuid:
             found = scan.store_uuid.hex() if scan.store_uuid else "none"
@@ -270,7 +267,7 @@ class Recovery:
         finally:
             catalog.close()
         self.files.rename(staging, directory)
-        self.home.write_identity(unproven_starts=1)
+        self.home.new_catalog()
 
     def _commit(self, catalog: Catalog, batch: list[FoundPage]) -> None:
         """A page's record is encrypted if the page is, however the store is opened now."""

@@ -40,7 +40,14 @@ FIRST_SEGMENT_SHARE = 256
 CATALOG_HEADROOM_BYTES = 512 << 10
 DISK_MARGIN_BYTES = 1 << 20  # left free on the file system, for the catalog to grow
 RECORD_BYTES_GUESS = 320  # catalog bytes a page, until the catalog tells
+MAP_SHARE = 4  # the catalog's map is this part of the capacity, at least MAP_BYTES_MIN
+MAP_BYTES_MIN = 64 << 20
 CATALOG_FILL = 1.6  # catalog bytes over record bytes: B-tree pages are not full
+
+
+def catalog_map_bytes(capacity_bytes: int) -> int:
+    """How large a catalog can become, for LMDB."""
+    return max(capacity_bytes // MAP_SHARE, MAP_BYTES_MIN) // 4096 * 4096
 
 
 class DiskSpace:

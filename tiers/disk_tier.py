@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstore.tiers.disk_publisher import Publisher
 from kvstore.tiers.disk_recovery import Recovery
-from kvstore.tiers.disk_space import DiskSpace
+from kvstore.tiers.disk_space import DiskSpace, catalog_map_bytes
 from kvstore.tiers.disk_state import Counters, DiskState, TierState
 from kvstore.tiers.encrypted_page import HEADER_SEAL_BYTES
 from kvstore.tiers.file_layer import FileLayer
@@ -59,8 +59,6 @@ SYNC_THREADS_MAX = 4
 QUEUE_CALLS_MAX = 1024
 QUEUE_WAIT_S = 10.0
 CLOSE_WAIT_S = 5.0
-MAP_SHARE = 4  # the catalog's map is this part of the capacity, at least MAP_BYTES_MIN
-MAP_BYTES_MIN = 64 << 20
 
 
 class DiskTier:
@@ -88,7 +86,7 @@ class DiskTier:
             files, self._state.lock, direct=direct, read_only=home.read_only
         )
         self._space = DiskSpace(home, files, self._segments, capacity_bytes)
-        self._map_bytes = max(capacity_bytes // MAP_SHARE, MAP_BYTES_MIN) // 4096 * 4096
+        self._map_bytes = catalog_map_bytes(capacity_bytes)
         self._pool = IoPool(io_threads, queue_calls_max, QUEUE_WAIT_S)
         # Syncs must not stand in line behind the next group's writes.
         sync_threads = min(SYNC_THREADS_MAX, 2 * len(home.paths))
@@ -121,6 +119,7 @@ class DiskTier:
         queue_calls_max: int = QUEUE_CALLS_MAX,
         direct: bool = True,
         force_network: bool = False,
+        for_a_look: bool = False,
         load: bool = False,
         progress: Callable[[int, int], None] | None = None,
         cipher: Cipher | None = None,
@@ -128,14 +127,14 @@ class DiskTier:
         """Lock and open the store in `directories` (the first holds the catalog), or make one.
 
         Without `load` only the quick part is done, which can refuse: in use, foreign owner, newer
-        format, network file system, no rights. The rest, `load`, is done by the first call that
-        needs it, usually `rows`; other calls wait for it. `cipher` as in `use_cipher`. Raises
-        TierError.
+        format, no rights. The rest, `load`, is done by the first call that needs it, usually
+        `rows`. `cipher` as in `use_cipher`, `for_a_look` as in StoreHome. Raises TierError.
         """
         files = files or FileLayer()
-        home = StoreHome(directories, files, force=force_network)
+        home = StoreHome(directories, files, force=force_network, for_a_look=for_a_look)
+        opened: DiskTier | StoreHome = home
         try:
-            tier = cls(
+            opened = tier = cls(
                 home,
                 capacity_bytes,
                 files,
@@ -143,17 +142,13 @@ class DiskTier:
                 queue_calls_max=queue_calls_max,
                 direct=direct,
             )
-        except TierError:
-            home.close()
-            raise
-        if cipher is not None:
-            tier.use_cipher(cipher)
-        if load:
-            try:
+            if cipher is not None:
+                tier.use_cipher(cipher)
+            if load:
                 tier.load(progress)
-            except BaseException:
-                tier.close()
-                raise
+        except BaseException:
+            opened.close()
+            raise
         return tier
 
     def use_cipher(self, cipher: Cipher) -> None:
@@ -266,6 +261,11 @@ class DiskTier:
         self._use()
         rows, self._rows = self._rows, []
         return rows
+
+    def prove_read(self) -> None:
+        """To be called when all rows were looked at: a kill is no sign of a bad catalog then."""
+        with self._publisher.commit_lock:
+            self._home.prove_read()
 
     # -- the contract ---------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from kvstore.tiers.segment import FORMAT_VERSION, segment_id_of
 from kvstore.tiers.tier import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvstore.tiers.file_layer import FileLayer
@@ -34,6 +34,7 @@ log = logging.getLogger("kvstore.tiers.disk")
 
 LOCK_NAME = "LOCK"
 IDENTITY_NAMES = ("store.json", "store.bak.json")
+UNPROVEN_STARTS_MAX = 3  # then the catalog is taken for what kills the server
 BOOT_NUMBER_MAX = (1 << 24) - 1  # sequence = boot number << 40 | counter, in 64 bits
 
 # Names that a directory may hold before it is ours: what a server puts beside the tier's own files.
@@ -70,17 +71,26 @@ class Identity:
     format_version: int
     directory_index: int
     boot_number: int = 0
-    unproven_starts: int = 0  # starts in a row that ended before their first commit
+    # Starts in a row that died: before the catalog was read whole, and in a commit before one held.
+    unproven_starts: int = 0
+    unproven_commits: int = 0
 
 
 class StoreHome:
     """The locked directories of one store. The first holds the catalog."""
 
-    def __init__(self, paths: Sequence[Path], files: FileLayer, *, force: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        files: FileLayer,
+        *,
+        force: bool = False,
+        for_a_look: bool = False,
+    ) -> None:
         """Lock, check and name all directories; create what is missing. Raises TierError.
 
         `force` accepts network file systems. The boot number is one more than ever before, and is
-        on disk when this returns.
+        on disk when this returns. How a start `for_a_look` ends says nothing about the catalog.
         """
         if not paths:
             raise TierError("disk tier: no directory given")
@@ -88,6 +98,8 @@ class StoreHome:
         if len(set(self.paths)) != len(self.paths):
             raise TierError(f"disk tier: the same directory twice in {[str(p) for p in paths]}")
         self.read_only = False  # a directory is on a read-only file system
+        self._counts = not for_a_look
+        self._died_reading = self._died_committing = 0  # starts in a row before this one
         self._files = files
         self._locks: list[int] = []
         try:
@@ -117,10 +129,42 @@ class StoreHome:
         for name in IDENTITY_NAMES:
             self._files.replace_file(self.first / name, _encode(self.identity))
 
+    @property
+    def suspicion(self) -> str:
+        """Why the catalog is to be put aside although it looks sound; "" when there is nothing."""
+        if self._died_reading >= UNPROVEN_STARTS_MAX:
+            return f"{self._died_reading} starts in a row ended before it was read whole"
+        if self._died_committing >= UNPROVEN_STARTS_MAX:
+            return f"{self._died_committing} starts in a row ended while they wrote to it"
+        return ""
+
     def excuse_start(self) -> None:
         """This start was refused before it touched the catalog: it is no sign of a bad one."""
         with contextlib.suppress(OSError):
-            self.write_identity(unproven_starts=max(0, self.identity.unproven_starts - 1))
+            self.write_identity(unproven_starts=self._died_reading)
+
+    def new_catalog(self) -> None:
+        """The catalog was rebuilt: what is held against it starts from this start."""
+        self._died_reading = self._died_committing = 0
+        self.write_identity(unproven_starts=int(self._counts), unproven_commits=0)
+
+    def prove_read(self) -> None:
+        """All of the catalog was read and this process lives: it may be killed now."""
+        self._note(unproven_starts=0)
+
+    @contextlib.contextmanager
+    def risky_commit(self) -> Iterator[None]:
+        """Counts against the catalog if this process dies in here; not if it lives on."""
+        self._note(unproven_commits=self._died_committing + 1)
+        try:
+            yield
+        finally:
+            self._note(unproven_commits=self._died_committing)
+
+    def prove_commit(self) -> None:
+        """Pages were committed and this process lives: nothing is held against the catalog."""
+        self._died_committing = 0
+        self._note(unproven_starts=0, unproven_commits=0)
 
     def close(self) -> None:
         """Give the locks up."""
@@ -129,6 +173,15 @@ class StoreHome:
         self._locks.clear()
 
     # -- private --------------------------------------------------------------------------------
+
+    def _note(self, **changes: Any) -> None:
+        """Write what is new of the catalog's record. What the disk refuses costs only the guard."""
+        if not self._counts or replace(self.identity, **changes) == self.identity:
+            return
+        try:
+            self.write_identity(**changes)
+        except OSError as error:
+            log.warning("%s: %s", self.first, error)
 
     def _enter(self, path: Path, force: bool) -> None:
         self._files.make_directory(path)
@@ -215,8 +268,11 @@ class StoreHome:
         if first.boot_number >= BOOT_NUMBER_MAX:
             raise TierError(f"{self.first} was opened {first.boot_number} times, its limit")
         self.identity = first
+        self._died_reading = first.unproven_starts
+        self._died_committing = first.unproven_commits
         self.write_identity(
-            boot_number=first.boot_number + 1, unproven_starts=first.unproven_starts + 1
+            boot_number=first.boot_number + 1,
+            unproven_starts=first.unproven_starts + self._counts,
         )
         self._name_further_directories(found)
         return self.identity, is_new
@@ -282,6 +338,7 @@ def _encode(identity: Identity) -> bytes:
         "directory": identity.directory_index,
         "boot": identity.boot_number,
         "unproven_starts": identity.unproven_starts,
+        "unproven_commits": identity.unproven_commits,
     }
     return json.dumps(body | {"check": _check_of(body)}, indent=1).encode() + b"\n"
 
@@ -297,6 +354,7 @@ def _decode(content: bytes) -> Identity | None:
             int(body["directory"]),
             int(body["boot"]),
             int(body["unproven_starts"]),
+            int(body.get("unproven_commits", 0)),  # older versions did not count them
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

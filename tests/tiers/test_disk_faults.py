@@ -243,10 +243,12 @@ def test_overwriting_in_place_is_caught(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_write_left_visible_is_caught(tmp_path: Path) -> None:
-    files = FaultyFiles([Fault("pwritev", 9, "torn", times=3)])
+    files = FaultyFiles()
     script = Script()
     tier = mutant(publisher=FailedVisible).open([tmp_path / "d"], CAPACITY, files, load=True)
-    script.run(tier, 12)
+    script.run(tier, 2)
+    files.arm(Fault("pwritev", 1, "torn", times=3))
+    script.run(tier, 10)
     tier.close()
     with pytest.raises(AssertionError, match="cannot be read"):
         script.verify(tmp_path / "d")
