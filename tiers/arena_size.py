@@ -11,6 +11,7 @@ from kvstore.tiers.available_memory import (
     free_huge_pages_bytes,
 )
 from kvstore.tiers.extent import header_bytes
+from kvstore.tiers.process_limits import file_bytes_allowed, file_limit_said
 from kvstore.tiers.tier import ALIGNMENT_BYTES, TierError
 
 EXTENT_BYTES_MAX = 256 << 20
@@ -43,6 +44,8 @@ def refuse_bad_sizes(
             f"host tier: extents of {extent_bytes} bytes asked; they are multiples of {unit} up to "
             f"the capacity of {capacity_bytes}"
         )
+    if extent_bytes > file_bytes_allowed():
+        raise TierError(f"host tier: {file_limit_said(extent_bytes)}")
     if available_bytes is None:
         available_bytes = free_huge_pages_bytes() if huge_pages else available_memory_bytes()
     if capacity_bytes > available_bytes:

@@ -36,6 +36,7 @@ from kvstore.tiers.encrypted_page import (
     encrypt_record,
     name_key_id,
 )
+from kvstore.tiers.process_limits import file_bytes_allowed, file_limit_said, is_denied
 from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape
 from kvstore.tiers.tier import PageRecord, TierError
 
@@ -55,6 +56,7 @@ RECORD_OVERHEAD_BYTES = 32  # LMDB's node header and pointer, key, and slack of 
 NAME_BYTES_BOUND = 448  # an R or W record with LMDB's overhead, encrypted or not
 LOCK_FILE_BYTES = 8192  # of LMDB's lock.mdb
 COMMIT_SLACK_PAGES = 24  # branches and free-list pages that one transaction may copy
+FILE_MARGIN_BYTES = 4 << 20  # a write that fails so near the limit on files failed of it
 READERS_MAX = 16
 RECORDS_FOR_A_MEAN = 1000
 
@@ -76,6 +78,10 @@ class CatalogError(TierError):
     def __init__(self, message: str, *, full: bool = False) -> None:
         super().__init__(message)
         self.full = full
+
+
+class CatalogDenied(CatalogError):
+    """The process may not have, or did not live for, what using it takes: no word on its state."""
 
 
 class Catalog:
@@ -117,7 +123,8 @@ class Catalog:
             files.sync_directory(directory)
             files.sync_directory(directory.parent)
         except (lmdb.Error, OSError) as error:
-            raise CatalogError(f"catalog {directory}: {error}") from error
+            kind = CatalogDenied if is_denied(error) else CatalogError
+            raise kind(f"catalog {directory}: {error}") from error
         self.map_bytes: int = self._env.info()["map_size"]
         try:
             self._load_names()
@@ -268,6 +275,8 @@ class Catalog:
 
     def _failure(self, error: Exception) -> CatalogError:
         space = self._files.space(self.directory)
+        if is_denied(error) or self.file_bytes + FILE_MARGIN_BYTES > file_bytes_allowed():
+            return CatalogDenied(f"catalog {self.directory}: {error}; {file_limit_said()}")
         full = isinstance(error, lmdb.MapFullError) or space.free_bytes < DB_PAGE_BYTES * 64
         return CatalogError(
             f"catalog {self.directory}: {error}; {space.free_bytes} of {space.total_bytes} bytes "
@@ -388,7 +397,7 @@ def iterate_read_only(directory: Path, start: bytes = b"") -> Iterator[tuple[byt
             if not start or cursor.set_range(start):
                 yield from cursor.iternext()
     except lmdb.Error as error:
-        raise CatalogError(str(error)) from error
+        raise (CatalogDenied if is_denied(error) else CatalogError)(str(error)) from error
     finally:
         env.close()
 

@@ -13,6 +13,7 @@ records; a record whose key is missing, or whose tag does not hold, is named ins
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import mmap
@@ -28,11 +29,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.tiers import catalog as catalog_module
-from kvstore.tiers.catalog import RECORD, CatalogError
+from kvstore.tiers.catalog import RECORD, CatalogDenied, CatalogError
 from kvstore.tiers.catalog_pages import PageError, check_pages
 from kvstore.tiers.checksum import check64
 from kvstore.tiers.cipher import Cipher
 from kvstore.tiers.encrypted_page import decrypt_record, is_encrypted_record
+from kvstore.tiers.process_limits import file_limit_said, is_denied, killed_from_outside
 from kvstore.tiers.segment import FORMAT_VERSION, SegmentShape
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ BAD_RECORDS_MAX = 100_000  # more than that, and the catalog is worth less than 
 SCAN_BASE_S = 60.0
 SCAN_BYTES_PER_S = 10e6  # a walk slower than this is taken for a loop
 GATHER_BYTES = 4 << 20
+UNSOUND, DENIED = 3, 4  # how the child ends; another status says that Python did not get so far
 PAGE_KEY_BYTES = 9
 _KEY_DTYPE = np.dtype([("prefix", "S1"), ("slot", ">i8")])
 
@@ -165,13 +168,22 @@ def _run_child(directory: Path, out: int, keys: bytes, timeout_s: float) -> byte
         )
     except subprocess.TimeoutExpired as error:
         raise CatalogError(f"its walk did not end within {timeout_s:.0f} s") from error
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        raise CatalogError(f"the process that walked it died of {name}")
     if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        raise CatalogError(lines[-1])
+        raise _failure(done.returncode, done.stderr)
     return done.stdout
+
+
+def _failure(status: int, stderr: bytes) -> CatalogError:
+    """What the child's end says: of the catalog, or only of what the child was not allowed."""
+    if status < 0:
+        said = f"the process that walked it died of {signal.Signals(-status).name}"
+        if not killed_from_outside(-status):
+            return CatalogError(said)
+        return CatalogDenied(f"{said}: killed from outside, or for want of memory; start again")
+    lines = stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+    if status == UNSOUND:
+        return CatalogError(lines[-1])
+    return CatalogDenied(f"it could not be read: {lines[-1]}")
 
 
 def _load(answer: dict[str, Any], out: int) -> Scan:
@@ -263,8 +275,13 @@ def child() -> None:
         found = answer["records"] + sum(len(answer[part]) for part in ("small", "bad", "locked"))
         if found != entries:
             raise CatalogError(f"{found} records found, {entries} expected")
-    except (CatalogError, PageError, OSError) as error:
-        sys.exit(str(error))
+    except Exception as error:
+        denied = is_denied(error) or isinstance(error, CatalogDenied)
+        said = str(error) if isinstance(error, CatalogError | PageError) else repr(error)
+        if getattr(error, "errno", None) == errno.EFBIG:
+            said = file_limit_said()
+        sys.stderr.write(f"{said}\n")
+        sys.exit(DENIED if denied else UNSOUND)
     sys.stdout.write(json.dumps(answer))
 
 

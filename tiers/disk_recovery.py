@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.tiers.catalog import Catalog, CatalogError, catalog_name
+from kvstore.tiers.catalog import Catalog, CatalogDenied, CatalogError, catalog_name
 from kvstore.tiers.catalog_scan import Scan, scan_catalog
 from kvstore.tiers.disk_adoption import adopt
 from kvstore.tiers.disk_migration import migrate
@@ -93,6 +93,9 @@ class Recovery:
         """Open everything. Raises TierError when the disk does not even allow that."""
         try:
             return self._run()
+        except CatalogDenied:
+            self.home.excuse_start()
+            raise
         except OSError as error:
             raise TierError(f"{self.home.first}: {error}") from error
 
@@ -109,7 +112,7 @@ class Recovery:
         try:
             return self._adopted(directory, present, scan)
         except CatalogError as error:
-            if error.full or not present:
+            if error.full or isinstance(error, CatalogDenied) or not present:
                 raise
             self.segments.close()
             self._catalog_problem = str(error)
@@ -204,6 +207,8 @@ class Recovery:
             if shared:
                 raise CatalogError(f"{len(shared)} records that many pages share are unsound")
             return scan
+        except CatalogDenied:
+            raise
         except CatalogError as error:
             if not present:  # nothing stored: a first start that was cut off
                 self.files.remove_tree(directory)

@@ -11,7 +11,14 @@ import errno
 import logging
 from typing import TYPE_CHECKING
 
-from kvstore.tiers.segment import SEGMENT_HEAD_BYTES, SegmentShape
+from kvstore.tiers.catalog import catalog_name
+from kvstore.tiers.process_limits import file_bytes_allowed, file_limit_said
+from kvstore.tiers.segment import (
+    FORMAT_VERSION,
+    SEGMENT_HEAD_BYTES,
+    SegmentShape,
+    segment_id_of,
+)
 from kvstore.tiers.tier import SLOT_INDEX_MASK, TierError
 
 if TYPE_CHECKING:
@@ -42,12 +49,43 @@ DISK_MARGIN_BYTES = 1 << 20  # left free on the file system, for the catalog to 
 RECORD_BYTES_GUESS = 320  # catalog bytes a page, until the catalog tells
 MAP_SHARE = 4  # the catalog's map is this part of the capacity, at least MAP_BYTES_MIN
 MAP_BYTES_MIN = 64 << 20
+CATALOG_GROWTH_BYTES = 16 << 20  # a limit on files has to leave it so much at a start
 CATALOG_FILL = 1.6  # catalog bytes over record bytes: B-tree pages are not full
 
 
 def catalog_map_bytes(capacity_bytes: int) -> int:
     """How large a catalog can become, for LMDB."""
     return max(capacity_bytes // MAP_SHARE, MAP_BYTES_MIN) // 4096 * 4096
+
+
+def refuse_small_files(directories: Sequence[Path], files: FileLayer, capacity_bytes: int) -> None:
+    """TierError when this process may not write files as large as this store's; changes nothing.
+
+    Such as it has, with room for the catalog to grow, and such as it will make.
+    """
+    allowed = file_bytes_allowed()
+    if allowed == float("inf"):
+        return
+    catalog = directories[0] / catalog_name(FORMAT_VERSION)
+    needed = max(
+        2 * files.tree_bytes(catalog) + CATALOG_GROWTH_BYTES,
+        segment_bytes_most(capacity_bytes),
+        *(
+            files.tree_bytes(each / name)
+            for each in directories
+            if each.is_dir()
+            for name in files.listdir(each)
+            if segment_id_of(name) is not None
+        ),
+    )
+    if allowed < needed:
+        raise TierError(file_limit_said(needed))
+
+
+def segment_bytes_most(capacity_bytes: int) -> int:
+    """Bytes of the largest segment of a tier so large."""
+    share = max(capacity_bytes // SEGMENTS_AIMED, SEGMENT_BYTES_MIN)
+    return min(share, SEGMENT_BYTES_MAX, capacity_bytes // 4)
 
 
 class DiskSpace:
@@ -174,8 +212,7 @@ class DiskSpace:
             for segment in self._segments
         )
         first = min(max(capacity // FIRST_SEGMENT_SHARE, FIRST_SEGMENT_BYTES), capacity // 16)
-        share = max(capacity // SEGMENTS_AIMED, SEGMENT_BYTES_MIN)
-        most = min(share, SEGMENT_BYTES_MAX, capacity // 4, (SLOT_INDEX_MASK + 1) * slot_bytes)
+        most = min(segment_bytes_most(capacity), (SLOT_INDEX_MASK + 1) * slot_bytes)
         size = min(most, max(first << min(alike, 20), wanted * slot_bytes))
         return max(1, size // slot_bytes)
 

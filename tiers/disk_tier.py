@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstore.tiers.disk_publisher import Publisher
 from kvstore.tiers.disk_recovery import Recovery
-from kvstore.tiers.disk_space import DiskSpace, catalog_map_bytes
+from kvstore.tiers.disk_space import DiskSpace, catalog_map_bytes, refuse_small_files
 from kvstore.tiers.disk_state import Counters, DiskState, TierState
 from kvstore.tiers.encrypted_page import HEADER_SEAL_BYTES
 from kvstore.tiers.file_layer import FileLayer
@@ -131,6 +131,7 @@ class DiskTier:
         `rows`. `cipher` as in `use_cipher`, `for_a_look` as in StoreHome. Raises TierError.
         """
         files = files or FileLayer()
+        refuse_small_files(directories, files, capacity_bytes)
         home = StoreHome(directories, files, force=force_network, for_a_look=for_a_look)
         opened: DiskTier | StoreHome = home
         try:
@@ -298,8 +299,8 @@ class DiskTier:
         """Write reserved slots; True means durable: data synced and record committed.
 
         Payloads of >= payload_bytes each, 4 KiB-aligned for speed. Groups of 32 to 256 MiB are
-        committed each on its own, in order, while the next one is written: calls of several groups
-        are the fastest. A False page's slot stays reserved and unpublished.
+        committed in order, each while the next one is written: calls of several are the fastest.
+        A False page's slot stays reserved and unpublished.
         """
         self._use()
         if not len(slots) == len(pages) == len(payloads):
@@ -335,8 +336,7 @@ class DiskTier:
             raise ValueError(f"{len(slots)} slots, {len(pages)} pages, {len(buffers)} buffers")
         if self.state is TierState.CLOSED:
             return [ReadStatus.ERROR] * len(slots)
-        statuses = [ReadStatus.STALE] * len(slots)
-        tasks = []
+        statuses, tasks = [ReadStatus.STALE] * len(slots), []
         with self._state.lock:
             for position, (slot, page) in enumerate(zip(slots, pages, strict=True)):
                 buffer = buffers[position]
