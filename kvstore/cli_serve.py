@@ -131,7 +131,10 @@ def serve(
 
 
 def _serve(settings: ServerConfig, security: ServerSecurity) -> None:
+    from kvstore.open_files import allow_open_files
+
     _set_process_limits()
+    allow_open_files(settings)
     from kvstore.server import Server  # grpc, which no other command needs
 
     server = Server(settings, security)
