@@ -323,7 +323,7 @@ class VllmScheduler:
                 spec.page_bytes / (1 << 20),
                 spec.namespace.hex()[:12],
                 time.monotonic() - begin_s,
-                "" if session.is_open else "; no server answers yet, misses until one does",
+                "" if session.is_open else _no_server(session.match(()).reason),
             )
         except Exception as error:  # the engine goes on without
             self._off = f"{type(error).__name__}: {error}"
@@ -347,7 +347,7 @@ class VllmScheduler:
             self.planner.event(event, now)
         for reason, pages in self.planner.take_lost().items():
             self._add(pages_lost=pages)
-            if reason != UNREACHABLE:  # said already
+            if not reason.startswith(UNREACHABLE):  # said already
                 self._warn(why_lost(reason))
         self._events.note(self.planner.published, self._requests)
         self.planner.published.clear()
@@ -487,3 +487,9 @@ class VllmScheduler:
         if is_due and len(self._warned_s) < LINES_MAX:
             self._warned_s[line] = now
             _log.warning("%s (said once in %d minutes)", line, SAY_AGAIN_S / 60)
+
+
+def _no_server(reason: str) -> str:
+    """The end of the line that says where pages are kept, while nobody keeps them."""
+    why = reason.removeprefix(UNREACHABLE).removeprefix(": ")
+    return f"; no server answers yet, misses until one does{f' ({why})' if why else ''}"

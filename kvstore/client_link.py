@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GIVE_BACK_S = 1.0
 HOLD_S_MIN = 0.05
-UNREACHABLE = "unreachable"
+UNREACHABLE = "unreachable"  # how the reason begins while no server answers
 
 # The server is there, and will say so again.
 REFUSALS = frozenset({Failure.DENIED, Failure.INVALID, Failure.REFUSED})
@@ -160,8 +160,12 @@ class ServerLink:
             or (self._busy.get(name) if is_held else "")
             or self._refusals.get("Open")
             or self._busy.get("Open")
-            or UNREACHABLE
+            or self._unreachable()
         )
+
+    def _unreachable(self) -> str:
+        trouble = self.private.trouble if self.private is not None else ""
+        return f"{UNREACHABLE}: {trouble}" if trouble else UNREACHABLE
 
     def not_opened(self, exc: CallFailed) -> bool:
         """No session could be opened; whether the server is there and refuses this client."""
@@ -171,6 +175,8 @@ class ServerLink:
             return True
         if exc.failure is Failure.BUSY:
             self._busy["Open"] = _why_busy(exc)
+        if self.private is not None and self.private.is_coming_up:
+            return False  # nothing is wrong so far
         trouble = tls_trouble(exc.details, self.address, self.config)
         self.note(f"not reached: {trouble or exc}")
         return False
@@ -180,6 +186,8 @@ class ServerLink:
         if name == "Open":
             self._refusals.clear()
             self._busy.clear()
+            if self.private is not None:
+                self.private.answers()
         elif self._held_for or self._refusals:
             self._held_for.pop(name, None)
             self._refusals.pop(name, None)

@@ -242,6 +242,11 @@ class StoreConfig(BaseModel):
             if os.path.exists(place) and not os.path.isdir(place):
                 raise ConfigError(f"dir: {place} is not a directory")
         total = sum(_file_systems(places, "f_blocks").values())
+        if self.disk_bytes and not total:
+            raise ConfigError(
+                f"dir: no pages can be kept in {', '.join(map(str, places))}: its file system "
+                "holds no files; name a directory on a disk"
+            )
         if self.disk_bytes > total:
             raise ConfigError(
                 f"disk_bytes: {format_bytes(self.disk_bytes)} asked, the file system of "

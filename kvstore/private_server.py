@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 IDLE_EXIT_S = 60
 LOG_SUFFIX = "-server.log"  # beside the directory, which has to be empty when it is new
+LOG_NAME_INSIDE = "kvstore.server.log"  # in it, where nothing can be made beside it
 LOG_BYTES_MAX = 4 << 20
 LAST_WORDS_BYTES = 1024
 # Starts that failed are tried again after a pause that doubles.
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 30.0
 SETTLED_S = 30.0  # a server that lived so long did not fail to start
+COMING_UP_S = 15.0  # one that does not listen after so long is in trouble
+LOST_RACE = " is in use by "  # in the words of a server that found another one there
 
 _log = logging.getLogger("kvstore.client")
 # Who started a server is its parent and has to notice its end, however long the starter lives.
@@ -71,6 +74,17 @@ class PrivateServer:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
+    @property
+    def is_coming_up(self) -> bool:
+        """Whether a server was started just now, and all is well with it as far as one knows."""
+        young = self._clock() - self._started_s < COMING_UP_S
+        return not self.trouble and young and self.pid is not None
+
+    def answers(self) -> None:
+        """A server of the directory answers, whoever started it: what was wrong is over."""
+        with self._lock:
+            self.trouble = ""
+
     def ensure(self) -> None:
         """Start a server unless one that this object started is running or has just failed."""
         with self._lock:
@@ -81,24 +95,34 @@ class PrivateServer:
                     return
                 if code == 0 or now - self._started_s > SETTLED_S:
                     self.trouble, self._retry_s = "", RETRY_S_MIN
-                elif now - self._started_s < self._retry_s:
+                elif not self._may_start_again(code, now):
                     return
-                else:
-                    self.trouble = f"its server ended with {code}: {self._last_words()}"
-                    self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
             if not self._even_if_served and is_served(self.directory):
                 self._process, self.trouble = None, _waits_for_operator(self.directory)
                 return
             self._started_s = now
             self._process = self._start()
 
+    def _may_start_again(self, code: int, now: float) -> bool:
+        """Its server has failed: note why, at once unless another one will be found there soon."""
+        words = self._last_words().removeprefix("kvstore: ")
+        is_early = now - self._started_s < self._retry_s
+        if not is_early or LOST_RACE not in words:
+            self.trouble = f"its server ended with {code}: {words}"
+        if not is_early:
+            self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+        return not is_early
+
     def _start(self) -> subprocess.Popen[bytes] | None:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            log = os.open(self.log, flags, 0o600)
         except OSError as exc:
-            self.trouble = f"{exc.filename}: {exc.strerror}"
+            self.trouble = f"{self.directory} cannot be made: {exc.filename}: {exc.strerror}"
+            return None
+        try:
+            log = self._open_log()
+        except OSError as exc:
+            self.trouble = f"its server can have no log: {exc.filename}: {exc.strerror}"
             return None
         try:
             if os.fstat(log).st_size > LOG_BYTES_MAX:
@@ -119,6 +143,14 @@ class PrivateServer:
         _started[:] = [each for each in _started if each.poll() is None] + [process]
         _log.info("started a server for %s, process %d", self.directory, process.pid)
         return process
+
+    def _open_log(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(self.log, flags, 0o600)
+        except OSError:
+            self.log = self.directory / LOG_NAME_INSIDE
+            return os.open(self.log, flags, 0o600)
 
     def _last_words(self) -> str:
         try:

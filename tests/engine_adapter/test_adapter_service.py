@@ -106,6 +106,21 @@ def test_the_adapter_takes_an_address_in_place_of_a_store(
     second.close()
 
 
+def test_a_directory_that_cannot_be_made_harms_no_answer_and_says_why(
+    tmp_path: Path, model: Any
+) -> None:
+    (tmp_path / "file").write_text("x")
+    adapter = TransformersAdapter(tmp_path / "file" / "kv", model, page_tokens=PAGE)
+    ids = prompt(40, 3)
+    cache = adapter.cache(ids)
+    output = model.generate(ids, **cache.arguments(), max_new_tokens=4, do_sample=False)
+    saved = cache.save(output)
+    adapter.close()
+    assert saved.pages == 0
+    assert "file/kv cannot be made: " in saved.reason
+    assert "Not a directory" in saved.reason
+
+
 def test_pages_on_the_device_are_hit_through_a_server_and_forgotten_with_it(
     server: ServerProcess, model: Any
 ) -> None:

@@ -566,3 +566,20 @@ def test_the_role_is_told_by_vllm_and_a_worker_plans_nothing(engines: Any) -> No
     assert engine.scheduler.get_finished(set()) == (None, None)
     assert engine.module.KVStoreConnector.requires_kv_delivery.fget(engine.scheduler) is False
     assert KVConnectorRole.WORKER is not KVConnectorRole.SCHEDULER
+
+
+def test_a_directory_that_cannot_be_made_is_named_and_the_engine_runs(
+    engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with caplog.at_level(logging.INFO, "kvstore"):
+        engine = engines(store=str(tmp_path / "file" / "kv"))
+        request = make_request(PROMPT)
+        engine.scheduler.on_new_request(request)
+        assert engine.match(request) == (0, False)
+        engine.compute(request, [1, 2, 3, 4, 5])
+        engine.scheduler.request_finished(request, [1, 2, 3, 4, 5])
+    [line] = [each.getMessage() for each in caplog.records if "identity" in each.getMessage()]
+    assert "misses until one does" in line
+    assert f"{tmp_path}/file/kv cannot be made: " in line
+    assert "Not a directory" in line

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,12 +21,12 @@ from kvstore import Store
 from kvstore.client import RemoteStore
 from kvstore.client_config import ClientConfig
 from kvstore.connect import connect
+from kvstore.errors import ServerUnavailable
 from kvstore.private_server import PrivateServer
 from kvstore.server_address import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +149,67 @@ def test_a_directory_that_cannot_be_served_is_all_misses(directory: Path) -> Non
     with Store.open(directory, **SIZES), joined(directory) as store:
         session = store.session(SPEC)  # waits in vain: the library holds the directory
         assert load(session, prompt(1, 3)) == 0
-        assert session.reserve(prompt(1, 3)).reason == "unreachable"
+        reason = session.reserve(prompt(1, 3)).reason
+        assert reason.startswith("unreachable: its server ended with 1: ")
+        assert f"{directory} is in use by pid {os.getpid()} " in reason
+
+
+def test_a_normal_first_start_warns_of_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was "not reached: no such file", although all went as it should."""
+    with caplog.at_level(logging.INFO, "kvstore"), joined(directory) as store:
+        assert store.session(SPEC).is_open
+    said = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+    assert said == []
+    assert "started a server" in caplog.text
+    assert "connected" in caplog.text
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ["below a file", "in proc", "not a store", "not ours"])
+def test_an_unusable_directory_says_why_once_and_is_all_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    place, words = tmp_path / "store", ""
+    if kind == "below a file":
+        (tmp_path / "file").write_text("x")
+        place, words = tmp_path / "file" / "kv", "Not a directory"
+    elif kind == "in proc":
+        place, words = Path("/proc/nope/kv"), "/proc/nope: No such file or directory"
+    elif kind == "not a store":
+        place.mkdir()
+        (place / "letter.txt").write_text("x")
+        words = "is not a kvstore directory and not empty (letter.txt)"
+    elif os.geteuid() != 0:
+        pytest.skip("giving a directory away needs root")
+    else:
+        place.mkdir()
+        os.chown(place, 65534, -1)
+        words = "belongs to uid 65534"
+    with connect(place, open_wait_s=15.0) as store:
+        session = store.session(SPEC)
+        assert load(session, prompt(1, 3)) == 0
+        for reason in (session.match(prompt(1, 3)).reason, session.reserve(prompt(1, 3)).reason):
+            assert reason.startswith("unreachable: ")
+            assert words in reason
+            assert os.fspath(place) in reason
+        with pytest.raises(ServerUnavailable, match=re.escape(words)):
+            store.stats()
+        time.sleep(2.5)  # it is tried again meanwhile, and nothing more is said
+        [said] = warnings_of(caplog)
+        assert words in said
+        assert os.fspath(place) in said
+
+
+def test_a_place_without_room_for_a_log_beside_it_has_its_log_inside(directory: Path) -> None:
+    directory.with_name(directory.name + "-server.log").mkdir()  # as if it could not be written
+    with joined(directory) as store:
+        assert store.session(SPEC).is_open
+    assert (directory / "kvstore.server.log").read_text().count("serving") == 1
 
 
 def test_the_server_of_a_directory_is_joined_if_there_is_one(tmp_path: Path) -> None:
