@@ -131,9 +131,11 @@ def serve(
 
 
 def _serve(settings: ServerConfig, security: ServerSecurity) -> None:
+    from kvstore.footprint import say_footprint
     from kvstore.open_files import allow_open_files
 
     _set_process_limits()
+    say_footprint(settings)
     allow_open_files(settings)
     from kvstore.server import Server  # grpc, which no other command needs
 

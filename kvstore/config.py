@@ -345,12 +345,15 @@ def default_disk_bytes(directories: Iterable[Path], free_bytes: int | None = Non
     given.
     """
     places = list(directories)
-    free = free_bytes
-    if free is None:
-        free = sum(_file_systems(places, "f_bavail").values())
+    free = free_disk_bytes(places) if free_bytes is None else free_bytes
     own = sum(_bytes_below(place) for place in places)
     share = int((free + own) * DISK_SHARE_OF_FREE_DISK)
     return min(share, DISK_BYTES_DEFAULT_MAX) >> 20 << 20
+
+
+def free_disk_bytes(places: Iterable[Path]) -> int:
+    """Free bytes of the file systems that hold `places`, which need not exist yet."""
+    return sum(_file_systems(places, "f_bavail").values())
 
 
 def _names(kind: type[StoreConfig]) -> list[str]:

@@ -17,7 +17,20 @@ def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
     Page cache that a group can give back counts as room. Limits that can't be read are none.
     """
-    limits = [_meminfo(proc).get("MemAvailable", 0)]
+    return max(0, min(_machine_bytes(proc), _groups_bytes(proc, cgroup)))
+
+
+def is_bound_by_group(proc: Path = PROC, cgroup: Path = CGROUP) -> bool:
+    """Whether it is a control group that leaves no more, and not the machine."""
+    return _groups_bytes(proc, cgroup) < _machine_bytes(proc)
+
+
+def _machine_bytes(proc: Path) -> int:
+    return _meminfo(proc).get("MemAvailable", 0)
+
+
+def _groups_bytes(proc: Path, cgroup: Path) -> int:
+    limits = [_UNLIMITED_BYTES]
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -27,7 +40,7 @@ def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
         else:
             continue
         limits += [_group_room_bytes(group, *names) for group in _groups_above(base, path)]
-    return max(0, min(limits))
+    return min(limits)
 
 
 def free_huge_pages_bytes(proc: Path = PROC) -> int:

@@ -199,7 +199,7 @@ def test_the_log_can_be_json(directory: Path) -> None:
     serving.ready()
     assert serving.end() == 0
     lines = [json.loads(line) for line in serving.log]
-    assert lines[0]["message"].startswith(f"serving {directory}")
+    assert lines[1]["message"].startswith(f"serving {directory}")
     assert {line["level"] for line in lines} == {"info"}
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.tiers.arena_size import EXTENT_BYTES_MAX
-from kvstore.tiers.available_memory import available_memory_bytes
+from kvstore.tiers.available_memory import available_memory_bytes, is_bound_by_group
 from kvstore.tiers.checksum import PIECE_BYTES, checksum, copy_and_checksum
 from kvstore.tiers.extent import (
     EXTENT_MAGIC,
@@ -399,8 +399,10 @@ def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: P
     write(cgroup / "memory.max", "max\n")
     write(cgroup / "memory.current", "4096\n")
     assert available_memory_bytes(proc, cgroup) == 1000 * KIB
+    assert not is_bound_by_group(proc, cgroup)
     write(cgroup / "memory.max", "10000\n")
     assert available_memory_bytes(proc, cgroup) == 5904
+    assert is_bound_by_group(proc, cgroup)
     write(cgroup / "memory.current", "20000\n")
     assert available_memory_bytes(proc, cgroup) == 0
 
