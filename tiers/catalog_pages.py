@@ -37,6 +37,7 @@ BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
 INTEGER_KEYS = 8  # database flag: of the free list
 BIG_DATA = 1  # node flag: the data lies in overflow pages
 DEPTH_MAX = 32
+PAGES_AT_ONCE = 4096
 _META = struct.Struct("<IIQQ")
 _DB = struct.Struct("<IHHQQQQQ")
 _NODE = struct.Struct("<HHHH")
@@ -148,9 +149,32 @@ def _expect_headers(pages: Pages, numbers: Numbers, flags: int) -> int:
     present = np.arange(offsets.shape[1]) < counts[:, None]
     if (offsets[present] > PAGE_BYTES - NODE_BYTES).any():
         raise PageError("a node lies outside its page")
-    if (np.where(present, offsets, PAGE_BYTES).min(axis=1) != upper).any():
+    starts = np.where(present, offsets, PAGE_BYTES)
+    if (starts.min(axis=1) != upper).any():
         raise PageError("a node lies where a page claims room")
+    for first in range(0, len(numbers), PAGES_AT_ONCE):
+        part = slice(first, first + PAGES_AT_ONCE)
+        _expect_no_gaps(pages, numbers[part], np.sort(starts[part], axis=1), flags)
     return int(counts.sum())
+
+
+def _expect_no_gaps(pages: Pages, numbers: Numbers, starts: Numbers, flags: int) -> None:
+    """Each node of a page ends where the next begins: who deletes one trusts the length it names.
+
+    `starts`: a row a page, ascending, filled up with PAGE_BYTES.
+    """
+    row, column = np.nonzero(starts < PAGE_BYTES)
+    begin = starts[row, column]
+    at = (numbers[row] * PAGE_BYTES + begin)[:, None] + np.arange(NODE_BYTES)
+    low, high, node_flags, key = pages.reshape(-1)[at].view("<u2").astype(np.int64).T
+    size = NODE_BYTES + key
+    if flags == LEAF:
+        size = size + np.where(node_flags & BIG_DATA, 8, low | high << 16)
+        if (node_flags & ~BIG_DATA).any():
+            raise PageError("a node is of a kind that a catalog has not")
+    end = np.append(starts, np.full((len(starts), 1), PAGE_BYTES), axis=1)[row, column + 1]
+    if (begin + size + size % 2 != end).any():
+        raise PageError("a node does not end where the next one begins")
 
 
 def _nodes(page: bytes) -> list[tuple[int, int, int, int, int]]:

@@ -159,6 +159,32 @@ def test_structure_check_survives_any_flip(tmp_path: Path) -> None:
     assert refused > 100
 
 
+@pytest.mark.parametrize("field", ["data size", "kind", "key size"])
+def test_a_node_that_lies_about_its_length_is_refused(tmp_path: Path, field: str) -> None:
+    """Its record could be read, and was dropped as unsound; deleting it moved the wrong bytes, and
+    the next walk over the open catalog met pages that are none."""
+    make(tmp_path / "c", 300)
+    data = tmp_path / "c" / "data.mdb"
+    whole = data.read_bytes()
+    leaves = [
+        page
+        for page in range(2, len(whole) // 4096)
+        if whole[page * 4096 + 10] == 2 and whole[page * 4096 + 16 : page * 4096 + 18] != b"\0\0"
+    ]
+    refused = 0
+    for page in leaves:
+        node = int.from_bytes(whole[page * 4096 + 16 : page * 4096 + 18], "little")
+        at = page * 4096 + node + {"data size": 0, "kind": 4, "key size": 6}[field]
+        content = bytearray(whole)
+        content[at] ^= 16
+        data.write_bytes(content)
+        try:
+            check_pages(data)
+        except PageError as error:
+            refused += "node" in str(error)
+    assert refused >= 5, "leaves of the free list's past states are not looked at"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_flipped_catalog_gives_true_records_or_is_refused(tmp_path: Path, seed: int) -> None:
