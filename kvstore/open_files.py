@@ -11,8 +11,8 @@ import resource
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CapacityError
-from kvstore.tiers.disk_space import segment_bytes_most
 from kvstore.tiers.arena_size import default_extent_bytes
+from kvstore.tiers.disk_space import segment_bytes_most
 
 if TYPE_CHECKING:
     from kvstore.server_config import ServerConfig
