@@ -23,7 +23,7 @@ from policies.recency import Lru2Policy, SlruPolicy
 from workloads import NAMES, make_trace
 
 from kvstore.belady import replay_belady
-from kvstore.cli_simulate import parse_sizes
+from kvstore.cli_replay import parse_sizes
 from kvstore.simulation import Hits, replay
 from kvstore.tiers.policies import OBJECTIVES, POLICIES, make_policy
 from kvstore.trace import Trace, read_trace

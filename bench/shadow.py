@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from paired import machine
 from workloads import NAMES, make_trace
 
-from kvstore.cli_simulate import parse_sizes
+from kvstore.cli_replay import parse_sizes
 from kvstore.simulation import replay
 from kvstore.tiers.eviction_auto import AutoPolicy
 from kvstore.tiers.policies import CANDIDATES, make_policy

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--host-bytes", "4MiB", "--disk-bytes", "32MiB")
+SMALL = ("--host-bytes", "8MiB", "--disk-bytes", "32MiB")
 START_S = 30.0
 
 
