@@ -52,11 +52,23 @@ class Emptier:
         self._state = state
         self._leave = leave
         self._under_way: dict[tuple[int, str, int], Emptying] = {}
+        # When one last could not be emptied, by tier and container: others are tried before it.
+        self._refused_s: dict[tuple[int, int], float] = {}
 
     def container(self, asker: tuple[int, str, int]) -> Container | None:
         """What is being emptied for this asker."""
         going = self._under_way.get(asker)
         return going.container if going is not None else None
+
+    def taken_from(self, tier: int, tenant: str, besides: tuple[int, str, int]) -> list[Container]:
+        """A tenant's containers that others are about to have, but for this asker."""
+        return [
+            going.container
+            for asker, going in self._under_way.items()
+            if asker[0] == tier
+            and asker != besides
+            and going.container.tenant == tenant != asker[1]
+        ]
 
     def drop_idle(self) -> None:
         """Open containers again whose askers have not come back."""
@@ -82,14 +94,19 @@ class Emptier:
             return 0
         homes = table.slot[tier][: table.rows] >> SLOT_INDEX_BITS
         held = set(homes[np.flatnonzero(table.state[: table.rows] & HELD)].tolist())
-        warmest = self._warmest(tier, homes)
+        warmest, refused_s = self._warmest(tier, homes), self._lately_refused()
         coldest_first = sorted(
             (item for item in containers if item.container_id not in held),
-            key=lambda item: (warmest.get(item.container_id, -np.inf), item.used_slots),
+            key=lambda item: (
+                (tier, item.container_id) in refused_s,
+                warmest.get(item.container_id, -np.inf),
+                item.used_slots,
+            ),
         )
         for container in coldest_first[:TRIED_MAX]:
             inside = np.flatnonzero(homes == container.container_id).astype(np.int32)
             if len(inside) != container.used_slots:  # something is being written or read there
+                refused_s[tier, container.container_id] = self._state.clock()
                 continue
             depths = np.minimum(table.depth[inside], DEPTH_MAX).astype(np.uint16)
             inside = inside[np.argsort(DEPTH_MAX - depths, kind="stable")]
@@ -125,9 +142,18 @@ class Emptier:
                 going.at += PIECE_PAGES
             elif not evicted:
                 break
-        if not evicted or going.at >= len(going.pages):
+        is_over = going.at >= len(going.pages)
+        if not evicted and not is_over:
+            self._refused_s[tier, going.container.container_id] = going.last_s
+        if not evicted or is_over:
             self.stop(asker)
         return evicted or int(self._is_empty(tier, going.container))
+
+    def _lately_refused(self) -> dict[tuple[int, int], float]:
+        oldest_s = self._state.clock() - IDLE_S
+        late = {each: at_s for each, at_s in self._refused_s.items() if at_s >= oldest_s}
+        self._refused_s = late
+        return late
 
     def _is_empty(self, tier: int, container: Container) -> bool:
         medium = self._state.host if tier == HOST else self._state.disk

@@ -125,7 +125,7 @@ class Evictor:
             return 0
         claims, asker = self._host_claims(), (HOST, tenant, slot_bytes)
         self._emptier.drop_idle()
-        evicted = self._go_on(asker, claims)
+        evicted = self._go_on(asker, claims, at_most=at_most)
         if evicted:
             self._state.counters.host_evictions += evicted
             return evicted
@@ -272,26 +272,33 @@ class Evictor:
         containers = host.containers()
         for donor in donors:
             fits = [
-                item for item in containers if item.tenant == donor and self._gives(item, claims)
+                item
+                for item in containers
+                if item.tenant == donor and self._gives(item, claims, asker)
             ]
             evicted = self._emptier.start(asker, fits, _any_may_go)
             if evicted:
                 return evicted
         return 0
 
-    def _gives(self, extent: Container, claims: Claims) -> bool:
-        """Whether its tenant has borrowed as much as that."""
+    def _gives(self, extent: Container, claims: Claims, asker: tuple[int, str, int]) -> bool:
+        """Whether its tenant has borrowed as much as that, and as what others are emptying of it:
+        that counts as its own until it has changed hands."""
+        lost = [extent, *self._emptier.taken_from(HOST, extent.tenant, asker)]
+        return claims.over(extent.tenant) >= sum(map(self._extent_bytes, lost))
+
+    def _extent_bytes(self, extent: Container) -> int:
         host = self._state.host
         assert host is not None
-        size = min(host.extent_bytes, extent.slots * extent.slot_bytes)
-        return claims.over(extent.tenant) >= size
+        return min(host.extent_bytes, extent.slots * extent.slot_bytes)
 
-    def _go_on(self, asker: tuple[int, str, int], claims: Claims) -> int:
-        """With the extent that is being emptied for this asker, while its tenant may lose it."""
+    def _go_on(self, asker: tuple[int, str, int], claims: Claims, *, at_most: bool) -> int:
+        """With the extent that is being emptied for this asker, while its tenant may lose it, and
+        the asker may have it."""
         extent = self._emptier.container(asker)
         if extent is None:
             return 0
-        if extent.tenant != asker[1] and not self._gives(extent, claims):
+        if extent.tenant != asker[1] and (at_most or not self._gives(extent, claims, asker)):
             self._emptier.stop(asker)
             return 0
         return self._emptier.go_on(asker, _any_may_go)
