@@ -82,7 +82,10 @@ class Evictor:
         self._plans: dict[tuple[int, tuple[bytes, ...]], Plan] = {}  # by tier and roots
         self._hints = 0  # given when those were made
         self._emptier = Emptier(state, self._leave)
-        self._windows: dict[int, int] = {}  # of the page table, by tier: where to look next
+        # Of the page table, by tier and roots: where to look next. Each has its own, else two who
+        # ask in turn would each see only every other one.
+        self._windows: dict[tuple[int, tuple[bytes, ...]], int] = {}
+        self._sweeps = 0
         self._why = Left.ROOM  # that pages leave in the call under way
 
     def take_host(self, tenant: str, payload_bytes: int, count: int) -> list[int]:
@@ -402,10 +405,14 @@ class Evictor:
     def _rank(self, tier: int, roots: list[bytes], count: int) -> NDArray[np.int32]:
         """The coldest of all that may leave; of a part of them, where there are very many."""
         state, now = self._state, self._state.clock()
-        asked = None if len(roots) == len(state.trees) else roots
-        leaves, self._windows[tier] = state.index.some_evictable(
-            tier, now, asked, self._windows.get(tier, 0), LEAVES_ENOUGH
+        asked, name = None if len(roots) == len(state.trees) else roots, (tier, tuple(roots))
+        self._sweeps += 1
+        window = self._windows.pop(name, self._sweeps)
+        leaves, self._windows[name] = state.index.some_evictable(
+            tier, now, asked, window, LEAVES_ENOUGH
         )
+        if len(self._windows) > PLANS_MAX:
+            del self._windows[next(iter(self._windows))]
         return state.index.coldest(
             tier,
             now,

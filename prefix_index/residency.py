@@ -11,6 +11,7 @@ active or inactive: a step up the chain in the usual case, a sweep over whole ed
 from __future__ import annotations
 
 import heapq
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 # Up to so many pages are told upwards one by one, by sweeps over edges; more go level by level.
 _SWEEPS_MAX = 16
 PINS_NO_LIMIT = 1 << 31
-WINDOW_ROWS = 1 << 16  # of the table, swept at once where some pages are enough
+WINDOW_ROWS = 1 << 12  # of the table, swept at once where some pages are enough
+GOLDEN_PART = 0.618
+WINDOWS_TELL = 16  # swept, they tell whether all pages together are enough
 # Bits of the state byte that make a page active in a tier by itself.
 _MARKS = tuple(1 << tier | (HELD if tier < LOCAL_TIERS else 0) for tier in range(TIERS))
 
@@ -195,17 +198,23 @@ class Residency:
     def some_free_to_leave(
         self, tier: int, window: int, enough: int, keep: Callable[[Ids], Ids]
     ) -> tuple[Ids, int]:
-        """free_to_leave() as far as `keep` keeps it, from a window of rows on around the table
-        until there are enough; and the window to go on with."""
+        """free_to_leave() as far as `keep` keeps it, of windows of rows until there are enough; and
+        the window to go on with.
+
+        Rows are mostly in order of age, so the next window is far from the last: what is found is
+        like the whole, and each window has its turn before the first comes again.
+        """
         windows, found, count = -(-self._table.rows // WINDOW_ROWS) or 1, [], 0
-        for _ in range(windows):
-            at = window % windows * WINDOW_ROWS
+        stride = _stride(windows)
+        for looked_at in range(1, windows + 1):
+            at = window * stride % windows * WINDOW_ROWS
             found.append(keep(self.free_to_leave(tier, at, at + WINDOW_ROWS)))
-            count += len(found[-1])
-            window += 1
+            count, window = count + len(found[-1]), (window + 1) % windows
             if count >= enough:
                 break
-        return np.sort(np.concatenate(found)), window % windows
+            if looked_at == WINDOWS_TELL and count * windows < enough * looked_at:
+                return keep(self.free_to_leave(tier)), window  # five times as fast, at one go
+        return np.sort(np.concatenate(found)), window
 
     def check(self) -> None:
         """Recount from parents and states; raises AssertionError with the numbers."""
@@ -332,6 +341,14 @@ class Residency:
                 self._note(run[stays[-1] + 1 :] if len(stays) else run, tier, step)
             if len(stays):
                 return
+
+
+def _stride(windows: int) -> int:
+    """From one window to the next, so that each comes once a round and neighbours stand apart."""
+    stride = max(1, round(windows * GOLDEN_PART))
+    while math.gcd(stride, windows) > 1:
+        stride += 1
+    return stride
 
 
 def _refuse_twins(

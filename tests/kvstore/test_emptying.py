@@ -1,4 +1,4 @@
-"""Whole extents that change hands, some pages in each hold of the lock: who may lose what."""
+"""Who may lose which pages, where they leave some at a time, whole extents among them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 from typing import TYPE_CHECKING
 
 import pytest
+from bare_pages import add_pages
 from known_pages import PAGE_BYTES, SPEC, prompt, save
 
 from kvstore import Store
-from kvstore.state import HOST, PIECE_PAGES
+from kvstore.state import DISK, HOST, PIECE_PAGES
 from kvstore.tenants import Quota
 
 if TYPE_CHECKING:
@@ -102,3 +103,24 @@ def test_extents_that_cannot_be_emptied_do_not_hide_one_that_can(
     with state.lock:
         state.index.unlease(int(chain[-1]))
     store.check()
+
+
+def test_each_of_two_who_ask_in_turn_is_offered_all_its_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where so many may leave that a sweep looks at a part of them."""
+    monkeypatch.setattr("kvstore.prefix_index.residency.WINDOW_ROWS", 8)
+    monkeypatch.setattr("kvstore.evictor.LEAVES_ENOUGH", 4)
+    with Store.open(None, host_bytes=HOST_BYTES) as store:
+        tenants = ("acme", "globex")
+        mine: dict[str, set[int]] = {tenant: set() for tenant in tenants}
+        for seed in range(64):
+            for tenant in tenants:
+                mine[tenant] |= set(add_pages(store, SPEC, prompt(seed, 1), tenant=tenant).tolist())
+        offered: dict[str, set[int]] = {tenant: set() for tenant in tenants}
+        with store.state.lock:
+            for _ in range(16):
+                for tenant in tenants:
+                    roots = store._evictor._roots(tenant)
+                    offered[tenant] |= set(store._evictor._rank(DISK, roots, 8).tolist())
+        assert offered == mine

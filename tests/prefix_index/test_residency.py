@@ -9,7 +9,7 @@ from kvstore.prefix_index.edge_plan import PageRows
 from kvstore.prefix_index.index import PrefixIndex
 from kvstore.prefix_index.page_table import DISK, HOST, NO_PAGE, TIER_BITS
 from kvstore.prefix_index.piecewise_check import PieceSizes
-from kvstore.prefix_index.residency import WINDOW_ROWS
+from kvstore.prefix_index.residency import WINDOW_ROWS, WINDOWS_TELL
 
 ROOT = b"r" * 32
 PAGE_TOKENS = 2
@@ -270,8 +270,34 @@ def test_where_very_many_may_leave_each_is_offered_in_its_turn():
         some, window = index.some_evictable(DISK, 0.0, None, window, 1)
         seen.append(some.tolist())
     assert window == 0
-    assert [page for part in seen for page in part] == all_of_them
+    assert sorted(page for part in seen for page in part) == all_of_them
     assert index.some_evictable(DISK, 0.0, None, 2, count)[0].tolist() == all_of_them
-    few = index.some_evictable(DISK, 0.0, None, 2, WINDOW_ROWS)[0]
-    assert set(few.tolist()) == {*seen[2], *seen[0]}
+    few = index.some_evictable(DISK, 0.0, None, 1, WINDOW_ROWS)[0]
+    assert few.tolist() == sorted([*seen[1], *seen[2]])
     assert not len(index.some_evictable(DISK, 0.0, [b"nobody"], 1, 1)[0])
+
+
+@pytest.mark.slow
+def test_some_that_may_leave_are_from_all_over_the_table():
+    """Rows are in order of age in a store that has filled up: the newest pages must not be all that
+    there is to choose from."""
+    count = 32 * WINDOW_ROWS
+    index, _ = loaded(np.full(count, NO_PAGE), np.random.default_rng(0))
+    window, seen = 0, set()
+    for _ in range(8):
+        some, window = index.some_evictable(DISK, 0.0, None, window, count // 8)
+        assert len(some) == count // 8
+        assert some[0] < count // 2 < some[-1]
+        seen.update(some.tolist())
+    assert len(seen) == count
+
+
+def test_few_that_may_leave_are_found_wherever_they_are():
+    """All of them, in a table of more windows than are looked at one by one."""
+    count = (WINDOWS_TELL + 3) * WINDOW_ROWS
+    parents = np.arange(count) - 1
+    parents[::500] = NO_PAGE
+    index, _ = loaded(parents, np.random.default_rng(0))
+    some, _ = index.some_evictable(DISK, 0.0, None, 5, WINDOW_ROWS)
+    assert some.tolist() == index.evictable(DISK, 0.0).tolist()
+    assert len(some) == -(-count // 500)
