@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     MayGo = Callable[[NDArray[np.int32]], bool]
 
-SAMPLE_ROWS = 1 << 14  # of the page table, to tell how warm containers are
+SAMPLE_ROWS = 1 << 14  # of the page table with a page there, to tell how warm containers are
 CLOSURE_PAGES = 4 * PIECE_PAGES  # that leave in one hold, with those below them elsewhere
 TRIED_MAX = 8  # containers, in one hold
 DEPTH_MAX = 0xFFFF  # 16 bits are sorted ten times as fast
@@ -99,7 +99,7 @@ class Emptier:
             (item for item in containers if item.container_id not in held),
             key=lambda item: (
                 (tier, item.container_id) in refused_s,
-                warmest.get(item.container_id, -np.inf),
+                warmest.get(item.container_id, np.inf),  # else: nobody knows
                 item.used_slots,
             ),
         )
@@ -172,9 +172,9 @@ class Emptier:
         return still
 
     def _warmest(self, tier: int, homes: NDArray[np.int64]) -> dict[int, float]:
-        """The best score in each container, of a sample of the pages."""
-        rows = np.arange(0, len(homes), 1 + len(homes) // SAMPLE_ROWS, dtype=np.int32)
-        rows = rows[homes[rows] >= 0]
+        """The best score in each container, of a sample of the pages of this tier."""
+        rows = np.flatnonzero(homes >= 0).astype(np.int32)
+        rows = rows[:: 1 + len(rows) // SAMPLE_ROWS]
         ids, places = np.unique(homes[rows], return_inverse=True)
         best = np.full(len(ids), -np.inf)
         np.maximum.at(best, places, self._state.policy.scores(rows, tier))

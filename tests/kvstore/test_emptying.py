@@ -12,6 +12,7 @@ from known_pages import PAGE_BYTES, SPEC, prompt, save
 from kvstore import Store
 from kvstore.state import DISK, HOST, PIECE_PAGES
 from kvstore.tenants import Quota
+from kvstore.tiers.tier import SLOT_INDEX_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,3 +125,26 @@ def test_each_of_two_who_ask_in_turn_is_offered_all_its_pages(
                     roots = store._evictor._roots(tenant)
                     offered[tenant] |= set(store._evictor._rank(DISK, roots, 8).tolist())
         assert offered == mine
+
+
+def test_the_coldest_extent_is_found_among_many_pages_that_are_only_on_disk(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How warm extents are is told by a sample: one of all pages has none of some extents."""
+    monkeypatch.setattr("kvstore.emptying.SAMPLE_ROWS", 32)
+    for seed in range(1000, 1050):
+        add_pages(store, SPEC, prompt(seed, 40))
+    state, host = store.state, store.state.host
+    assert host is not None
+    giver = store.session(SPEC, tenant="acme")
+    coldest = host.containers()[2]
+    for seed in range(100, 180):
+        pages = state.index.match(giver.root, prompt(seed, 4).tobytes(), {})
+        homes = state.index.table.slot[HOST][pages] >> SLOT_INDEX_BITS
+        if not (homes == coldest.container_id).any():
+            giver.match(prompt(seed, 4)).release()
+    store.set_quotas({"acme": Quota(), "globex": Quota()})
+    make_room(store)
+    begun = store._evictor._emptier.container(ASKER)
+    assert begun is not None
+    assert begun.container_id == coldest.container_id
