@@ -44,7 +44,12 @@ def map_shared(fd: int, size: int, protection: int = mmap.PROT_READ | mmap.PROT_
     missed: list[mmap.mmap] = []
     try:
         while True:
-            mapping = _map_in_hole(fd, size, protection)
+            try:
+                mapping = _map_in_hole(fd, size, protection)
+            except OSError:  # address space is limited: what there is will do
+                if not missed:
+                    raise
+                return missed.pop()
             address: int = np.frombuffer(mapping, np.uint8).ctypes.data
             is_placed = size < LARGE_PAGE_BYTES or address % LARGE_PAGE_BYTES == 0
             if is_placed or len(missed) == MISSES_MAX:

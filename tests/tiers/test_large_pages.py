@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import os
 import re
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -69,6 +71,28 @@ def test_gaps_that_fit_elsewhere_do_not_keep_it_from_its_place() -> None:
     for each in (*made, *walls[::2]):
         each.close()
     os.close(fd)
+
+
+TIGHT = """
+import mmap, os, resource
+from pathlib import Path
+from kvstore.tiers.large_pages import map_shared
+size, unit = 3 << 20, 4096
+walls = [mmap.mmap(-1, size + unit) for _ in range(11)]
+for wall in walls[1::2]:
+    wall.close()
+fd = os.memfd_create("test", os.MFD_CLOEXEC)
+os.ftruncate(fd, size)
+there = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (there + size + (1 << 20), resource.RLIM_INFINITY))
+print(len(map_shared(fd, size)) == size)
+"""
+
+
+def test_where_address_space_is_limited_what_fits_is_mapped_anywhere() -> None:
+    """A second attempt, beside the first, would be too much."""
+    done = subprocess.run([sys.executable, "-c", TIGHT], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_read_only_mapping_stays_one() -> None:
