@@ -91,6 +91,8 @@ class LargePages:
         self._left = 0
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._held: ctypes.c_char | None = None  # no close() unmaps it meanwhile
+        _ALL.add(self)
 
     def add(self, mapping: mmap.mmap) -> None:
         """A populated memory; it may be writable for others, but has to be so here."""
@@ -116,40 +118,57 @@ class LargePages:
         if self._thread is not None:
             self._thread.join()
 
+    def let_go(self) -> None:
+        """Of the memory that it is at."""
+        self._held = None
+
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # a system where threads have no priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (memory := self._memories.get()) is not None:
             at = 0
-            while not self._closed and _collapse(memory, at):
+            while not self._closed and self._collapse(memory, at):
                 at += STEP_BYTES
             with self._idle:
                 self._left -= 1
                 self._idle.notify_all()
 
+    def _collapse(self, memory: weakref.ref[mmap.mmap], at: int) -> bool:
+        """Have one step of a memory in large pages; False when another one makes no sense.
 
-def _collapse(memory: weakref.ref[mmap.mmap], at: int) -> bool:
-    """Have one step of a memory in large pages; False when another one makes no sense.
+        Bytes stay what they are, also those that others read or write meanwhile.
+        """
+        mapping = memory()
+        if mapping is None:
+            return False
+        try:
+            # Not in a local variable: a fork would leave that, and so the memory, to the child.
+            self._held = ctypes.c_char.from_buffer(mapping)
+        except ValueError:  # closed
+            return False
+        try:
+            whole = (len(mapping) - at) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+            length = min(whole, STEP_BYTES)
+            address = ctypes.addressof(self._held) + at
+            if not length or address % LARGE_PAGE_BYTES:
+                return False
+            # None left, or a system that can't; else it is a page that somebody uses this moment.
+            if _LIBC.madvise(address, length, MADV_COLLAPSE) and ctypes.get_errno() in HOPELESS:
+                return False
+            return whole > STEP_BYTES
+        finally:
+            self.let_go()
 
-    Bytes stay what they are, also those that others read or write meanwhile.
-    """
-    mapping = memory()
-    if mapping is None:
-        return False
-    try:
-        held = ctypes.c_char.from_buffer(mapping)  # no close() unmaps it under this call
-    except ValueError:  # closed
-        return False
-    whole = (len(mapping) - at) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
-    length = min(whole, STEP_BYTES)
-    address = ctypes.addressof(held) + at
-    if not length or address % LARGE_PAGE_BYTES:
-        return False
-    # None left, or a system that can't; anything else is a page that somebody uses this moment.
-    if _LIBC.madvise(address, length, MADV_COLLAPSE) and ctypes.get_errno() in HOPELESS:
-        return False
-    return whole > STEP_BYTES
 
+def _let_go_in_child() -> None:
+    """The thread is not there to do it, and extent.py is about to close what it held."""
+    for each in list(_ALL):
+        each.let_go()
+
+
+_ALL: weakref.WeakSet[LargePages] = weakref.WeakSet()
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p

@@ -182,3 +182,34 @@ def test_an_arena_says_when_it_is_through() -> None:
     tier.check()
     tier.close()
     assert set(threading.enumerate()) <= set(before)
+
+
+FORKS = """
+import os, time
+from kvstore.tiers.extent import Memfd
+from kvstore.tiers.large_pages import LargePages
+
+def memories():
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    return sum("memfd" in os.readlink(each) for each in links if os.path.islink(each))
+
+for turn in range(8):
+    memory, pages = Memfd(64 << 20), LargePages()
+    memory.populate()
+    pages.add(memory.mapping)
+    time.sleep(turn * 0.003)  # whatever it is at
+    child = os.fork()
+    if child == 0:
+        os._exit(memories())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    pages.close()
+    memory.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_child_that_is_forked_meanwhile_keeps_no_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["0"] * 8, done.stderr
