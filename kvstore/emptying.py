@@ -184,7 +184,7 @@ class Emptier:
         """Pages and all below them in this tier; None when one of them is leased or pinned."""
         state, table = self._state, self._state.index.table
         seen: set[int] = set()
-        for page in pages.tolist():
+        for page in pages[::-1].tolist():  # the highest of a chain first: that covers the others
             if page not in seen:
                 seen.update(state.index.subtree(page).tolist())
         closure = np.fromiter(seen, dtype=np.int32, count=len(seen))
