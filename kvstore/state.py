@@ -313,7 +313,7 @@ class StoreState:
     ) -> None:
         """Take pages (children first, none leased) out of all tiers and out of the index.
 
-        With `wipe` their slots wait for `free_wiped_slots`, which leaves nothing readable on disk.
+        With `wipe` their slots wait for `free_wiped_slots`, which leaves no header of them on disk.
         """
         if len(pages) == 0:
             return
