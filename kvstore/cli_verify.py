@@ -27,7 +27,8 @@ def verify(
 ) -> None:
     """Check a store's structure and every page's checksum.
 
-    Exit code 1 when something is wrong that is not repaired. What opening a directory has to
+    Exit code 1 when something is wrong that is not repaired. Pages of an eviction that a kill cut
+    off are no damage; --repair finishes it. What opening a directory has to
     set right (a damaged catalog is rebuilt from page headers) it does with or without --repair.
     """
     last: Verification | None = None
@@ -56,6 +57,12 @@ def _show(found: Verification, *, repair: bool) -> None:
         out.print(f"and {found.problems_total - len(found.problems)} more")
     if found.dropped_pages:
         out.print(f"{found.dropped_pages} pages were dropped; they are misses now")
+    if found.cut_off_pages:
+        what = f"{found.cut_off_pages} pages of an eviction that was cut off"
+        if repair:
+            out.print(f"{what} are gone: it is finished now")
+        else:
+            out.print(f"{what} are misses, not damage: --repair finishes it")
     if not found.problems_total:
         out.print("All is well.")
     elif found.healthy:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiers.tier import ReadStatus
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -48,6 +50,13 @@ _WORDS = {
     Left.DAMAGE: "dropped because it, or a page before it, was damaged",
     Left.KEY_GONE: "dropped because its key is gone",
 }
+
+
+def why_left(status: ReadStatus) -> Left:
+    """Why a page goes that was read with this outcome."""
+    if status is ReadStatus.WIPED:
+        return Left.OPERATOR
+    return Left.KEY_GONE if status is ReadStatus.LOCKED else Left.DAMAGE
 
 
 @dataclass(frozen=True, slots=True)

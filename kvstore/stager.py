@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.ghost_list import Left
+from kvstore.ghost_list import why_left
 from kvstore.state import BREATH_S, DISK, HOST, TIER_NAMES
 from kvstore.tiers.tier import ReadStatus, TierError, aligned
 
@@ -254,6 +254,7 @@ class Stager:
             _log.exception("%s tier: read failed", TIER_NAMES[self._tier])
             statuses = [ReadStatus.ERROR] * len(entries)
         del buffers
+        self._say_cut_off(statuses)
         for part in self._state.pieces(len(entries)):
             with self._state.lock:
                 self._publish(entries[part], slots[part], statuses[part])
@@ -279,6 +280,11 @@ class Stager:
         for entry, status in zip(entries, statuses, strict=True):
             self._account(entry.page, status)
         state.changed.notify_all()
+
+    def _say_cut_off(self, statuses: list[ReadStatus]) -> None:
+        wiped = statuses.count(ReadStatus.WIPED)
+        if wiped:
+            _log.info("disk tier: %d pages of an eviction that was cut off are gone", wiped)
 
     def _usable(self, pages: list[int], statuses: list[ReadStatus]) -> list[int]:
         """Which of the pages that were read may be published, by position."""
@@ -308,15 +314,15 @@ class Stager:
             counters.corrupt_pages += 1
         elif status is ReadStatus.LOCKED:
             counters.key_missing += 1
-        else:
+        elif status is ReadStatus.STALE:
             counters.stale_pages += 1
         # An earlier page of the group may have taken this one along.
         if self._state.index.table.is_live(page) and page not in self._state.condemned:
-            _log.warning(
-                "disk tier: page %d is %s; dropped with all below it", page, status.name.lower()
-            )
-            why = Left.KEY_GONE if status is ReadStatus.LOCKED else Left.DAMAGE
-            self._state.drop_subtree(page, why)
+            if status is not ReadStatus.WIPED:
+                _log.warning(
+                    "disk tier: page %d is %s; dropped with all below it", page, status.name.lower()
+                )
+            self._state.drop_subtree(page, why_left(status))
 
     def _finish(self, entries: list[Entry]) -> None:
         for entry in entries:

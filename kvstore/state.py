@@ -147,7 +147,7 @@ class StoreState:
     writers: list[str] = field(default_factory=lambda: [""])
     writer_ids: dict[str, int] = field(default_factory=lambda: {"": 0})
     pending: set[tuple[bytes, bytes]] = field(default_factory=set)  # (root, key) being written
-    condemned: set[int] = field(default_factory=set)
+    condemned: dict[int, Left] = field(default_factory=dict)  # and why each has to go
     unwritten: set[int] = field(default_factory=set)  # pages that the disk did not take so far
     counters: Counters = field(default_factory=Counters)
     ghosts: GhostList = field(default_factory=GhostList)
@@ -303,7 +303,7 @@ class StoreState:
         """
         pages = self.index.subtree(page)
         if any(self.is_leased(item) for item in pages.tolist()):
-            self.condemned.add(page)
+            self.condemned.setdefault(page, why)
             return False
         self.remove_pages(pages[::-1], why)
         return True
@@ -319,7 +319,7 @@ class StoreState:
             return
         for page in pages.tolist():
             self.index.unpin(page)
-            self.condemned.discard(page)
+            self.condemned.pop(page, None)
             self.unwritten.discard(page)
         tiers = self.index.table.state[pages] & LOCAL_BITS
         mine = tiers != 0
@@ -443,6 +443,6 @@ class StoreState:
 
     def retry_condemned(self) -> None:
         """Drop what could not be dropped while it was leased."""
-        for page in list(self.condemned):
+        for page, why in list(self.condemned.items()):
             if page in self.condemned:
-                self.drop_subtree(page)
+                self.drop_subtree(page, why)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.accounts import check_index
-from kvstore.ghost_list import Left
+from kvstore.ghost_list import why_left
 from kvstore.page_sweep import each_page
 from kvstore.state import DISK, HOST, TIER_NAMES
 from kvstore.tiers.checksum import checksum
@@ -70,6 +70,7 @@ class Verification:
     bad_pages: int = 0
     repaired: int = 0  # problems, of all kinds
     dropped_pages: int = 0  # by the repair, those below bad ones included
+    cut_off_pages: int = 0  # of an eviction that was cut off: nothing wrong, a repair finishes it
     problems_total: int = 0
     problems: tuple[Problem, ...] = ()
     seconds: float = 0.0
@@ -175,6 +176,11 @@ class Verifier:
     def _look_at_slots(self) -> None:
         if not self._repair:
             return
+        if self._now.cut_off_pages:
+            try:
+                self._state.free_wiped_slots()  # what lay below wiped pages is wiped with this
+            except TierError as exc:
+                self._add(Problem("slots", f"not wiped from disk: {exc}", repaired=False))
         given_back = self._housekeeper.recover_slots() + self._housekeeper.recover_slots()
         if given_back:
             what = f"{given_back} slots were in use and of no page; given back"
@@ -298,7 +304,9 @@ class Verifier:
         )
         rows = zip(batch.held, batch.held_sequences, batch.statuses, strict=True)
         for page, sequence, status in rows:
-            if status is not ReadStatus.OK:
+            if status is ReadStatus.WIPED:
+                self._finish_eviction(page, sequence)
+            elif status is not ReadStatus.OK:
                 self._bad(page, sequence, batch.tier, status)
 
     def _bad(self, page: int, sequence: int, tier: int, status: ReadStatus) -> None:
@@ -320,6 +328,18 @@ class Verifier:
         )
         self._add(Problem("page", what, repaired=bool(outcome), page=key, tier=name))
 
+    def _finish_eviction(self, page: int, sequence: int) -> None:
+        """The page was wiped, and a kill came before its record was deleted."""
+        state = self._state
+        with state.lock:
+            if not self._is_there(page, sequence, DISK):
+                return
+            count = 1
+            if self._repair:
+                count = len(state.index.subtree(page))
+                state.drop_subtree(page, why_left(ReadStatus.WIPED))
+        self._now = replace(self._now, cut_off_pages=self._now.cut_off_pages + count)
+
     def _mend(self, page: int, tier: int, status: ReadStatus) -> tuple[str, int]:
         """Take the good copy, else drop the page; what was done, and how many pages that took."""
         state = self._state
@@ -331,8 +351,7 @@ class Verifier:
                 return "written again from memory", 0
             return "kept in memory", 0
         below: NDArray[np.int32] = state.index.subtree(page)
-        why = Left.KEY_GONE if status is ReadStatus.LOCKED else Left.DAMAGE
-        if state.drop_subtree(page, why):
+        if state.drop_subtree(page, why_left(status)):
             return "dropped with all below it", len(below)
         return "dropped with all below it as soon as nobody reads there", len(below)
 

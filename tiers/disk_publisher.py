@@ -132,6 +132,10 @@ class Publisher:
 
         Also of those that were freed for room and not written since: an older copy of a page that
         is meant may lie there, and a rebuild from headers would bring it back.
+
+        Headers go before records. Cut off in between, records are left over wiped headers: those
+        who read there find WIPED, and drop them. The other way round whole pages would be left
+        that no record names and no eviction finds any more, for a later rebuild to bring back.
         """
         if not self._state.ready:
             raise TierError(f"disk tier: cannot erase pages: {self._state.reason}")

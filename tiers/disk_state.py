@@ -36,6 +36,7 @@ class Counters:
     corrupt_pages: int = 0
     stale_pages: int = 0
     key_missing: int = 0  # pages whose key is gone: given up at load, or asked for later
+    wiped_pages: int = 0  # left by an eviction that was cut off
     records_dropped: int = 0  # at load: unsound, orphaned, or their slot is gone
     commits: int = 0
     catalog_reopens: int = 0
@@ -48,6 +49,7 @@ class Counters:
         self.stale_pages += statuses.count(ReadStatus.STALE)
         self.read_errors += statuses.count(ReadStatus.ERROR)
         self.key_missing += statuses.count(ReadStatus.LOCKED)
+        self.wiped_pages += statuses.count(ReadStatus.WIPED)
 
 
 class DiskState:

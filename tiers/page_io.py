@@ -356,7 +356,7 @@ class PageIo:
             if is_encrypted(header):  # and this tier has no keys at all
                 return ReadStatus.LOCKED
             if found is None:
-                return ReadStatus.CORRUPT if any(header[:8]) else ReadStatus.STALE
+                return ReadStatus.CORRUPT if any(header) else self._headless(task)
             if not same_page(found, task.page):
                 return ReadStatus.STALE
         if task.target is not None:
@@ -366,6 +366,19 @@ class PageIo:
         if digest is None:
             digest = checksum(task.payload[: task.size])
         return ReadStatus.OK if digest == task.page.checksum else ReadStatus.CORRUPT
+
+    def _headless(self, task: PageTask) -> ReadStatus:
+        """A header of zeros: over the page's own payload it is what `erase` leaves, else damage.
+
+        An encrypted payload can't be told without its header: there, that it is no zeros has to do.
+        """
+        payload = task.payload[: task.size]
+        if task.target is not None:
+            whole = unpack(payload, task.page, task.target, verify=True) is ReadStatus.OK
+        else:
+            whole = checksum(payload) == task.page.checksum
+        encrypted = self.cipher is not None and any(payload)
+        return ReadStatus.WIPED if whole or encrypted else ReadStatus.STALE
 
 
 @dataclass(slots=True)

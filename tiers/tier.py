@@ -36,6 +36,7 @@ class ReadStatus(IntEnum):
     STALE = 2  # a sound page, but not the one that was asked for
     ERROR = 3  # the medium failed
     LOCKED = 4  # encrypted with a key that is gone
+    WIPED = 5  # its header was wiped: an eviction that was cut off before it deleted the record
 
 
 @dataclass(frozen=True, slots=True)

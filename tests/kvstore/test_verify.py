@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA = {
     "bad_pages": "int",
+    "cut_off_pages": "int",
     "dropped_pages": "int",
     "finished": "bool",
     "healthy": "bool",
