@@ -4,11 +4,10 @@ the directory itself, with as little memory as works. Commands cannot tell which
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import inspect
-import os
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,12 @@ if TYPE_CHECKING:
     from kvstore.interface import OperatorLike
     from kvstore.server_address import ServerAddress
     from kvstore.store import Store
+    from kvstore.tiers.lock_holder import LockHolder
 
 HOST_BYTES = 1 << 20
-HOLDER_BYTES_MAX = 200
+START_WAIT_S = 5.0  # for a server that has the directory and does not listen yet
+STARTING_S_MAX = 60.0  # one that has had it longer listens elsewhere, or is in trouble
+POLL_S = 0.05
 
 # How to reach a server: an option of every command that looks into a store.
 _OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -69,17 +71,10 @@ class Place:
             return
         _check(directory)
         assert address.socket is not None
-        reason = why_unreachable(address.socket, self.config.trusted_uid)
-        if not reason:
+        if _is_served(directory, address.socket, self.config.trusted_uid):
             with _connected(address, self.config) as client:
                 yield client
             return
-        holder = _holder(directory)
-        if holder:
-            raise DirectoryError(
-                f"{directory}: in use by {holder}, and no server answers there ({reason}); stop it,"
-                f" or name the address that it listens at: {SCHEME}HOST:PORT"
-            )
         from kvstore.store import Store  # not needed where a server is asked
 
         with Store.open(directory, host_bytes=host_bytes, for_a_look=True) as store:
@@ -159,19 +154,36 @@ def _check(directory: Path) -> None:
         )
 
 
-def _holder(directory: Path) -> str:
-    """Who has the directory open now, as it wrote itself down; "" when nobody has."""
-    from kvstore.tiers.store_directory import LOCK_NAME
+def _is_served(directory: Path, path: Path, trusted_uid: int) -> bool:
+    """Whether a server answers at `path`, once it has started; False when nobody is there.
 
-    try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        said = os.pread(descriptor, HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
-        return said or "another process"
-    finally:
-        os.close(descriptor)
-    return ""
+    Raises DirectoryError when somebody has the directory and can't be asked.
+    """
+    from kvstore.tiers.lock_holder import find_holder
+
+    deadline_s = time.monotonic() + START_WAIT_S
+    while True:
+        reason = why_unreachable(path, trusted_uid)
+        if not reason:
+            return True
+        holder = find_holder(directory)
+        if holder is None:
+            return False
+        starts = holder.serves and holder.held_s < STARTING_S_MAX
+        if not starts or time.monotonic() > deadline_s:
+            raise DirectoryError(_refusal(directory, holder, reason, starts=starts))
+        time.sleep(POLL_S)
+
+
+def _refusal(directory: Path, holder: LockHolder, reason: str, *, starts: bool) -> str:
+    if starts:
+        return (
+            f"{directory}: kvstore serve (pid {holder.pid}) is starting: try again; if it listens "
+            f"elsewhere, name that address: {SCHEME}HOST:PORT"
+        )
+    if holder.looks:
+        return f"{directory}: in use by {holder.words}: try again when it has ended"
+    return (
+        f"{directory}: in use by {holder.words}, and no server answers there ({reason}); stop it,"
+        f" or name the address that it listens at: {SCHEME}HOST:PORT"
+    )

@@ -73,6 +73,7 @@ STOP_S = 10.0  # from the wish to stop to the end of the process
 CLOSE_S = 5.0  # of that, for the store to flush
 CANCEL_S = 1.0  # how soon calls end that were cut off
 TICK_S = 0.25
+LOCK_WAIT_S = 10.0  # for a command that looks into the directory to end
 # Calls that may wait for the disk, for room, or for their client.
 WAITING = (
     *("Open", "Stage", "Reserve", "ReadPages"),
@@ -371,7 +372,8 @@ class Server:
 
 def _opened(config: ServerConfig, files: FileLayer | None) -> Store:
     try:
-        return Store.open(wait_warm=False, files=files, **config.store_config().model_dump())
+        settings = config.store_config().model_dump()
+        return Store.open(wait_warm=False, lock_wait_s=LOCK_WAIT_S, files=files, **settings)
     except CapacityError as exc:  # which knows only what staging leaves
         raise CapacityError(f"{config.host_bytes_words}: {exc}") from exc
 

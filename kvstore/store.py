@@ -83,14 +83,21 @@ class Store(OperatorTools):
     """An open store. Make one with Store.open(); close it, or use it in a `with` statement."""
 
     def __init__(
-        self, config: StoreConfig, *, files: FileLayer | None = None, for_a_look: bool = False
+        self,
+        config: StoreConfig,
+        *,
+        files: FileLayer | None = None,
+        for_a_look: bool = False,
+        lock_wait_s: float = 0.0,
     ) -> None:
         """Open what `config` describes. `files` replaces the file layer, for tests.
 
         Raises DirectoryError when the directory can't be used, CapacityError when the machine has
         not what is asked.
         """
-        disk, secret, at_rest = open_disk(config, files, for_a_look=for_a_look)
+        disk, secret, at_rest = open_disk(
+            config, files, for_a_look=for_a_look, lock_wait_s=lock_wait_s
+        )
         try:
             host = open_host(config, disk)
             index = PrefixIndex(pages_expected=_pages_expected(config, ALIGNMENT_BYTES))
@@ -146,6 +153,7 @@ class Store(OperatorTools):
         *,
         wait_warm: bool = True,
         for_a_look: bool = False,
+        lock_wait_s: float = 0.0,
         files: FileLayer | None = None,
         **settings: Any,
     ) -> Store:
@@ -155,11 +163,12 @@ class Store(OperatorTools):
         that exists keeps its `disk_bytes` and `disk_directories` unless they are given. With
         `wait_warm` the call returns when every stored chain can be hit again (about 5 s a million
         pages); without it, at once, and look-ups are misses until then. `for_a_look`: this process
-        may be ended at any moment, which will not be taken for a sign of a bad catalog.
+        may be ended at any moment, which will not be taken for a sign of a bad catalog. Others who
+        only look there are waited for up to `lock_wait_s`.
         """
         given = {name: value for name, value in settings.items() if value is not None}
         config = StoreConfig(directory=directory, **given)
-        store = cls(config, files=files, for_a_look=for_a_look)
+        store = cls(config, files=files, for_a_look=for_a_look, lock_wait_s=lock_wait_s)
         if wait_warm:
             try:
                 store.wait_warm(WARM_DEADLINE_S)

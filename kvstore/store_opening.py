@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def open_disk(
-    config: StoreConfig, files: FileLayer | None, *, for_a_look: bool = False
+    config: StoreConfig,
+    files: FileLayer | None,
+    *,
+    for_a_look: bool = False,
+    lock_wait_s: float = 0.0,
 ) -> tuple[DiskTier | None, bytes | None, AtRest | None]:
     """The disk tier, the store secret, and encryption; None where all is in memory or plain."""
     if config.directory is None or config.disk_bytes == 0:
@@ -39,6 +43,7 @@ def open_disk(
             files,
             io_threads=config.io_threads,
             for_a_look=for_a_look,
+            lock_wait_s=lock_wait_s,
             load=False,  # WarmStart does, in the background
         )
     except (TierError, OSError) as exc:

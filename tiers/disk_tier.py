@@ -120,6 +120,7 @@ class DiskTier:
         direct: bool = True,
         force_network: bool = False,
         for_a_look: bool = False,
+        lock_wait_s: float = 0.0,
         load: bool = False,
         progress: Callable[[int, int], None] | None = None,
         cipher: Cipher | None = None,
@@ -128,11 +129,13 @@ class DiskTier:
 
         Without `load` only the quick part is done, which can refuse: in use, foreign owner, newer
         format, no rights. The rest, `load`, is done by the first call that needs it, usually
-        `rows`. `cipher` as in `use_cipher`, `for_a_look` as in StoreHome. Raises TierError.
+        `rows`. `cipher` as in `use_cipher`, `for_a_look`, `lock_wait_s` as in StoreHome. TierError.
         """
         files = files or FileLayer()
         refuse_small_files(directories, files, capacity_bytes)
-        home = StoreHome(directories, files, force=force_network, for_a_look=for_a_look)
+        home = StoreHome(
+            directories, files, force=force_network, for_a_look=for_a_look, lock_wait_s=lock_wait_s
+        )
         opened: DiskTier | StoreHome = home
         try:
             opened = tier = cls(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.tiers.checksum import check64
 from kvstore.tiers.disk_migration import MIGRATIONS
 from kvstore.tiers.file_layer import DIRECTORY_MODE
+from kvstore.tiers.lock_holder import LOCK_NAME, holder_of, note_holder
 from kvstore.tiers.segment import FORMAT_VERSION, segment_id_of
 from kvstore.tiers.tier import TierError
 
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.tiers.disk")
 
-LOCK_NAME = "LOCK"
 IDENTITY_NAMES = ("store.json", "store.bak.json")
 UNPROVEN_STARTS_MAX = 3  # then the catalog is taken for what kills the server
+LOCK_POLL_S = 0.05
+# Waited for any holder, by those who wait at all: one that has just begun has not said who it is.
+LOCK_GRACE_S = 0.3
 BOOT_NUMBER_MAX = (1 << 24) - 1  # sequence = boot number << 40 | counter, in 64 bits
 
 # Names that a directory may hold before it is ours: what a server puts beside the tier's own files.
@@ -86,11 +89,13 @@ class StoreHome:
         *,
         force: bool = False,
         for_a_look: bool = False,
+        lock_wait_s: float = 0.0,
     ) -> None:
         """Lock, check and name all directories; create what is missing. Raises TierError.
 
         `force` accepts network file systems. The boot number is one more than ever before, and is
         on disk when this returns. How a start `for_a_look` ends says nothing about the catalog.
+        Others who only look are waited for up to `lock_wait_s`.
         """
         if not paths:
             raise TierError("disk tier: no directory given")
@@ -99,6 +104,7 @@ class StoreHome:
             raise TierError(f"disk tier: the same directory twice in {[str(p) for p in paths]}")
         self.read_only = False  # a directory is on a read-only file system
         self._counts = not for_a_look
+        self._lock_wait_s = lock_wait_s
         self._died_reading = self._died_committing = 0  # starts in a row before this one
         self._files = files
         self._locks: list[int] = []
@@ -216,19 +222,36 @@ class StoreHome:
     def _lock(self, path: Path) -> None:
         lock_path = path / LOCK_NAME
         descriptor = self._open_lock(lock_path)
-        if not self._files.lock(descriptor):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        if not self._wait_for(descriptor):
+            holder = holder_of(descriptor)
             self._files.close(descriptor)
             raise TierError(
-                f"{path} is in use by {holder or 'another process'}: stop it, or name another "
-                "directory; if it is a server, kvstore.connect.connect() reaches it"
+                f"{path} is in use by {holder.words}: "
+                + (
+                    "it only looks inside; try again when it has ended"
+                    if holder.looks
+                    else "stop it, or name another directory; if it is a server, "
+                    "kvstore.connect.connect() reaches it"
+                )
             )
         self._locks.append(descriptor)
         if self.read_only:
             return
-        since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} since {since}\n".encode(), 0)
+        note_holder(descriptor, for_a_look=not self._counts)
+
+    def _wait_for(self, descriptor: int) -> bool:
+        """Whether the lock is ours now."""
+        begin_s, waits = time.monotonic(), False
+        while not self._files.lock(descriptor):
+            holder = holder_of(descriptor)
+            limit_s = self._lock_wait_s if holder.looks else min(self._lock_wait_s, LOCK_GRACE_S)
+            if time.monotonic() - begin_s >= limit_s:
+                return False
+            if holder.looks and not waits:
+                waits = True
+                log.info("waiting up to %g s for %s to end", limit_s, holder.words)
+            time.sleep(LOCK_POLL_S)
+        return True
 
     def _open_lock(self, path: Path) -> int:
         try:
