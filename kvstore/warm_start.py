@@ -61,9 +61,11 @@ class WarmStart:
             self._disk.prove_read()
         except (TierError, OSError) as exc:
             self.error = str(exc)
+            self._disk.prove_read(failed=True)
             _log.error("disk tier: %s", exc)
         except Exception as exc:
             self.error = f"reading the catalog failed: {exc!r}"
+            self._disk.prove_read(failed=True)
             _log.exception("reading the catalog failed: pages not yet found stay misses")
         finally:
             with state.lock:

@@ -266,10 +266,10 @@ class DiskTier:
         rows, self._rows = self._rows, []
         return rows
 
-    def prove_read(self) -> None:
-        """To be called when all rows were looked at: a kill is no sign of a bad catalog then."""
+    def prove_read(self, *, failed: bool = False) -> None:
+        """To be called when all rows were looked at, or that failed; see StoreHome."""
         with self._publisher.commit_lock:
-            self._home.prove_read()
+            self._home.prove_read(failed=failed)
 
     # -- the contract ---------------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class StoreHome:
         self.read_only = False  # a directory is on a read-only file system
         self._counts = not for_a_look
         self._lock_wait_s = lock_wait_s
+        self._read_failed = False
         self._died_reading = self._died_committing = 0  # starts in a row before this one
         self._files = files
         self._locks: list[int] = []
@@ -154,8 +155,12 @@ class StoreHome:
         self._died_reading = self._died_committing = 0
         self.write_identity(unproven_starts=int(self._counts), unproven_commits=0)
 
-    def prove_read(self) -> None:
-        """All of the catalog was read and this process lives: it may be killed now."""
+    def prove_read(self, *, failed: bool = False) -> None:
+        """All of the catalog was read and this process lives: it may be killed now.
+
+        If that `failed`, this start counts against the catalog, whatever the process does later.
+        """
+        self._read_failed |= failed
         self._note(unproven_starts=0)
 
     @contextlib.contextmanager
@@ -182,6 +187,8 @@ class StoreHome:
 
     def _note(self, **changes: Any) -> None:
         """Write what is new of the catalog's record. What the disk refuses costs only the guard."""
+        if self._read_failed:
+            changes.pop("unproven_starts", None)
         if not self._counts or replace(self.identity, **changes) == self.identity:
             return
         try:

@@ -141,3 +141,31 @@ def test_deaths_in_a_first_commit_count_only_in_a_row(directory: Path) -> None:
     with Store.open(directory, **SIZES) as store:
         save(store.session(SPEC), prompt(60, 3), durable=True)
         assert identity(directory)["unproven_commits"] == 0
+
+
+FAILING = """
+import sys
+from known_pages import SPEC, prompt, save
+from kvstore import Store, warm_start
+warm_start.PIECE_PAGES = 0  # a range without a step: what a bug of ours would raise
+with Store.open(sys.argv[1], wait_warm=False, host_bytes="8MiB", disk_bytes="64MiB") as store:
+    with store.state.lock:
+        assert store.state.changed.wait_for(lambda: store.state.warm, 20.0)
+    assert save(store.session(SPEC), prompt(100, 3), durable=True) == 3
+"""
+
+
+def test_a_start_that_failed_to_read_its_catalog_is_not_proven_by_a_good_end(
+    directory: Path,
+) -> None:
+    """Closing it, or a page that it committed, made a good start of it: three in a row did not put
+    the catalog aside.
+    """
+    support = os.path.dirname(sys.modules["known_pages"].__file__ or "")
+    command = [sys.executable, "-c", FAILING, str(directory)]
+    for start in range(1, 4):
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": support}, check=True)
+        assert identity(directory)["unproven_starts"] == start
+    assert hits(directory) == CHAINS * PAGES
+    assert list(directory.glob("quarantine-*"))
+    assert identity(directory)["unproven_starts"] == 0
