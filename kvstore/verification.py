@@ -112,6 +112,7 @@ class Verifier:
         self._housekeeper = housekeeper
         self._repair = repair
         self._memory = threading.local()
+        self._cut_off: set[int] = set()  # sequence numbers
         self._now = Verification(0)
 
     def run(self) -> Iterator[Verification]:
@@ -334,11 +335,13 @@ class Verifier:
         with state.lock:
             if not self._is_there(page, sequence, DISK):
                 return
-            count = 1
+            self._cut_off.add(sequence)
             if self._repair:
-                count = len(state.index.subtree(page))
+                # Those that are being read now stay until then, and are met again.
+                below = state.index.subtree(page)
+                self._cut_off.update(state.index.table.sequence[below].tolist())
                 state.drop_subtree(page, why_left(ReadStatus.WIPED))
-        self._now = replace(self._now, cut_off_pages=self._now.cut_off_pages + count)
+        self._now = replace(self._now, cut_off_pages=len(self._cut_off))
 
     def _mend(self, page: int, tier: int, status: ReadStatus) -> tuple[str, int]:
         """Take the good copy, else drop the page; what was done, and how many pages that took."""

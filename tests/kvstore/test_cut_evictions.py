@@ -72,6 +72,21 @@ def test_verify_finishes_an_eviction_that_was_cut_off_and_calls_it_no_damage(cut
 
 
 @pytest.mark.slow
+def test_pages_that_a_repair_cannot_drop_yet_are_counted_once(tmp_path: Path) -> None:
+    """The next batch is read meanwhile, and its leases keep pages: each was counted with all below
+    it, and again by itself.
+    """
+    pages = 3000
+    with Store.open(tmp_path / "s", **SIZES) as store:
+        for seed in range(pages // 100):
+            assert save(store.session(SPEC), prompt(seed, 100), durable=True) == 100
+    command = [sys.executable, "-c", EVICTION, str(tmp_path / "s"), str(pages - 10)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    found = run_json("verify", str(tmp_path / "s"), "--repair")
+    assert (found["cut_off_pages"], found["pages_total"]) == (pages - 10, pages)
+
+
+@pytest.mark.slow
 def test_pages_of_a_cut_off_eviction_are_misses_that_an_operator_asked_for(
     cut_off: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,7 +137,7 @@ def test_a_header_of_zeros_is_an_eviction_only_over_the_pages_own_bytes(tmp_path
 
 
 @pytest.mark.slow
-def test_a_repair_leaves_nothing_of_the_pages_below_a_wiped_one(tmp_path: Path) -> None:
+def test_a_repair_wipes_the_headers_of_all_pages_below_a_wiped_one(tmp_path: Path) -> None:
     with Store.open(tmp_path / "s", **SIZES) as store:
         save(store.session(SPEC), prompt(0, PAGES), durable=True)
     segment = tmp_path / "s" / "segment-00000001"
