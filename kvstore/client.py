@@ -20,6 +20,7 @@ from kvstore.errors import InvalidRequest, ServerUnavailable
 from kvstore.operator_client import DEFAULT_TENANT, OperatorClient
 from kvstore.remote_session import RemoteSession
 from kvstore.spec import CacheSpec
+from kvstore.tenant import check_salt
 
 __all__ = ["RemoteStore", "ServerUnavailable"]
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kvstore.server_address import ServerAddress
 
 WRITER_BYTES_MAX = 64
-SALT_BYTES_MAX = 256
 
 
 class RemoteStore(OperatorClient):
@@ -76,8 +76,7 @@ class RemoteStore(OperatorClient):
             raise InvalidRequest(
                 f"writer: {len(writer.encode())} bytes, {WRITER_BYTES_MAX} is the limit"
             )
-        if not isinstance(salt, bytes) or len(salt) > SALT_BYTES_MAX:
-            raise InvalidRequest(f"salt: at most {SALT_BYTES_MAX} bytes are needed")
+        check_salt(salt)
         if not isinstance(public, bool):
             raise InvalidRequest(f"public: {public!r:.60} given; True or False is needed")
         made = RemoteSession(self._link, spec, salt, writer, public=public)

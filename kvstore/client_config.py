@@ -19,7 +19,10 @@ OPEN_WAIT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """All settings of a client. A bad one raises ConfigError."""
+    """All settings of a client. A bad one raises ConfigError.
+
+    `reserve`, `commit` and `flush` wait as long as each call says; see RemoteReservation.commit.
+    """
 
     # The longest that a look-up may hold up an engine; then it is a miss.
     lookup_deadline_s: float = LOOKUP_DEADLINE_S

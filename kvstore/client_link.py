@@ -1,7 +1,8 @@
 """What all sessions of a client share: the channel, the breaker, the queue of what goes back.
 
 Asks the server and turns every failure into None, which callers take for a miss: counted, one log
-line a change of state, never an exception. Must not be here: what a call means.
+line a change of state, never an exception. Why a call got no reply is told to the thread that made
+it, and is never another session's reason. Must not be here: what a call means.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import kvstore_pb2 as pb
 from kvstore.breaker import Breaker
 from kvstore.client_channel import HOLD_S_MAX, CallFailed, Failure, ServerChannel
 from kvstore.give_back import GiveBack
+from kvstore.live_session import CLOSED, Hold
 from kvstore.socket_probe import why_unreachable
 from kvstore.tls_trouble import tls_trouble
 
@@ -55,11 +58,7 @@ class ServerLink:
         self.breaker = Breaker()
         self.give_back = GiveBack(self._deliver)
         self.private = private
-        # A full tier refuses reservations and not look-ups: each kind of call is held for itself.
-        self._held_until: dict[str, float] = {}
-        self._held_for: dict[str, float] = {}  # of the last time, to hold for longer the next time
-        self._refusals: dict[str, str] = {}
-        self._busy: dict[str, str] = {}  # why a call was put off, as long as it is held
+        self._last = threading.local()  # of the calls of one thread: why the last one got no reply
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._state = ""
@@ -84,7 +83,8 @@ class ServerLink:
             self.failed(live, name, exc, call)
             return None
         self.breaker.succeeded()
-        self.accepted(name)
+        if live.holds:
+            _accepted(live, name)
         return reply
 
     def read_pages(
@@ -124,7 +124,7 @@ class ServerLink:
     def failed(self, live: LiveSession, name: str, exc: CallFailed, call: int = 0) -> None:
         """A call got no reply: draw the conclusions."""
         self.count(f"calls_{exc.failure.name.lower()}")
-        self._busy.pop(name, None)
+        reason = ""
         if exc.failure is Failure.UNREACHABLE:
             live.end(str(exc))
         elif exc.failure is Failure.TIMEOUT:
@@ -136,61 +136,52 @@ class ServerLink:
                 live.abandoned(name)
             live.wake.set()
         elif exc.failure is Failure.UNKNOWN:
-            if name not in _ABOUT_HANDLES:
+            if name in _ABOUT_HANDLES:
+                reason = f"lost: {exc.details or exc}"
+            else:
                 live.end(str(exc))
         elif exc.failure is Failure.BUSY:
-            self._hold(name, exc.hold_s)
-            self._busy[name] = _why_busy(exc)
+            reason = _why_busy(exc)
+            _hold(live, name, exc.hold_s, reason)
         elif exc.failure is Failure.DENIED:
-            self.refused(name, exc)
-            self._hold(name, HOLD_S_MAX)
+            reason = f"refused: {exc}"
+            self.note(reason)
+            _hold(live, name, HOLD_S_MAX, reason)
         else:
+            reason = f"refused: {exc}"
             self.note(f"refused a call: {name}: {exc}")
+        self._last.reason = reason or self._unreachable()
 
-    def refused(self, name: str, exc: CallFailed) -> None:
-        """The server does not want this call of this client, now and probably later."""
-        self._refusals[name] = f"refused: {exc}"
-        self.note(self._refusals[name])
+    def why_not(self) -> str:
+        """Why the last call of this thread that got no reply got none."""
+        reason: str = getattr(self._last, "reason", UNREACHABLE)
+        return reason
 
-    def why_not(self, name: str) -> str:
-        """Why a call got no reply, for whoever waits for what it would have given."""
-        is_held = self._held_until.get(name, 0.0) > time.monotonic()
-        return (
-            self._refusals.get(name)
-            or (self._busy.get(name) if is_held else "")
-            or self._refusals.get("Open")
-            or self._busy.get("Open")
-            or self._unreachable()
-        )
+    def not_made(self, reason: str = "") -> None:
+        """A call is not tried at all; the reason is that nobody answers, unless one is given."""
+        self.count("calls_not_made")
+        self._last.reason = reason or self._unreachable()
 
     def _unreachable(self) -> str:
         trouble = self.private.trouble if self.private is not None else ""
         return f"{UNREACHABLE}: {trouble}" if trouble else UNREACHABLE
 
-    def not_opened(self, exc: CallFailed) -> bool:
-        """No session could be opened; whether the server is there and refuses this client."""
-        self._busy.pop("Open", None)
+    def not_opened(self, exc: CallFailed) -> str:
+        """No session could be opened: why the server, if it is there, does not want this one."""
         if exc.failure in REFUSALS:
-            self.refused("Open", exc)
-            return True
-        if exc.failure is Failure.BUSY:
-            self._busy["Open"] = _why_busy(exc)
-        if self.private is not None and self.private.is_coming_up:
-            return False  # nothing is wrong so far
-        trouble = tls_trouble(exc.details, self.address, self.config)
-        self.note(f"not reached: {trouble or exc}")
-        return False
+            reason = f"refused: {exc}"
+            self.note(reason)
+            return reason
+        if self.private is None or not self.private.is_coming_up:  # else nothing is wrong so far
+            trouble = tls_trouble(exc.details, self.address, self.config)
+            self.note(f"not reached: {trouble or exc}")
+        return _why_busy(exc) if exc.failure is Failure.BUSY else ""
 
-    def accepted(self, name: str) -> None:
-        """A call was answered: what was said against it is over."""
-        if name == "Open":
-            self._refusals.clear()
-            self._busy.clear()
-            if self.private is not None:
-                self.private.answers()
-        elif self._held_for or self._refusals:
-            self._held_for.pop(name, None)
-            self._refusals.pop(name, None)
+    def opened(self) -> None:
+        """A session was opened."""
+        self.breaker.succeeded()
+        if self.private is not None:
+            self.private.answers()
 
     def heard(self, live: LiveSession) -> None:
         """The server has given a sign of life."""
@@ -237,20 +228,14 @@ class ServerLink:
         self.give_back.stop(GIVE_BACK_S)
         self.channel.close()
 
-    def _hold(self, name: str, hold_s: float | None) -> None:
-        """Leave the server alone: for as long as it says, else for twice as long each time."""
-        if hold_s is None:
-            hold_s = min(2 * self._held_for.get(name, HOLD_S_MIN / 2), HOLD_S_MAX)
-            self._held_for[name] = hold_s
-            hold_s *= random.uniform(0.8, 1.2)  # not all clients at once
-        self._held_until[name] = time.monotonic() + hold_s
-
     def _may_call(self, live: LiveSession, name: str) -> bool:
         if live.over.is_set() or self.breaker.is_open:
-            self.count("calls_not_made")
+            self.not_made(CLOSED if live.reason == CLOSED else "")
             return False
-        if self._held_until and self._held_until.get(name, 0.0) > time.monotonic():
+        held = live.holds.get(name) if live.holds else None
+        if held is not None and held.until_s > time.monotonic():
             self.count("calls_held_back")
+            self._last.reason = held.reason
             return False
         return True
 
@@ -270,6 +255,23 @@ class ServerLink:
             ):
                 return False
         return True
+
+
+def _hold(live: LiveSession, name: str, for_s: float | None, reason: str) -> None:
+    """Leave the server alone: for as long as it says, else for twice as long each time."""
+    last, hold_s = live.holds.get(name), for_s
+    doubled_s = last.doubled_s if last is not None else HOLD_S_MIN / 2
+    if hold_s is None:
+        doubled_s = min(2 * doubled_s, HOLD_S_MAX)
+        hold_s = doubled_s * random.uniform(0.8, 1.2)  # not all clients at once
+    live.holds[name] = Hold(time.monotonic() + hold_s, doubled_s, reason)
+
+
+def _accepted(live: LiveSession, name: str) -> None:
+    """A call was answered: the next time that the server is busy it is left alone for a moment."""
+    held = live.holds.get(name)
+    if held is not None:
+        live.holds[name] = replace(held, doubled_s=HOLD_S_MIN / 2)
 
 
 def _why_busy(exc: CallFailed) -> str:

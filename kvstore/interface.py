@@ -86,8 +86,11 @@ class ReservationLike(Protocol):
     def views(self) -> list[memoryview]:
         """Writable bytes, `spec.page_bytes` a page, until commit or abort."""
 
-    def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
-        """Publish the pages. With `durable`, wait until they and their ancestors are on disk."""
+    def commit(self, *, durable: bool = False, deadline_s: float | None = None) -> Commit:
+        """Publish the pages. With `durable`, wait until they and their ancestors are on disk.
+
+        deadline_s: how long to wait; 10 with `durable` and 2 without, unless given.
+        """
 
     def abort(self) -> None:
         """Give the pages up; nothing was ever visible. Doing it again does nothing."""

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.shared_memory import SharedMemoryError
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
 # Of a server that can't be told to take back what such a call made.
 ABANDONED_COSTS = {"Match": 1, "Reserve": 32}
 ABANDONED_MAX = 32
+CLOSED = "closed"  # why it is over when its user closed it
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """How long a kind of call is not made, since the server refused the last one."""
+
+    until_s: float
+    doubled_s: float  # to hold for longer the next time
+    reason: str
 
 
 class LiveSession:
@@ -42,6 +53,8 @@ class LiveSession:
         self.wake = threading.Event()  # beat now
         self.heard_s = time.monotonic()  # when the server last gave a sign of life
         self.reason = ""  # why it is over
+        # A full tier refuses reservations and not look-ups: each kind of call is held for itself.
+        self.holds: dict[str, Hold] = {}
         self.takes_back = reply.takes_back  # what calls made whose replies did not come
         self._calls = itertools.count(1)
         self._abandoned = 0

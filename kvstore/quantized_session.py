@@ -241,7 +241,7 @@ class QuantizedReservation:
         """Writable bytes, `spec.page_bytes` a page."""
         return [memoryview(page) for page in self._pages]
 
-    def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
+    def commit(self, *, durable: bool = False, deadline_s: float | None = None) -> Commit:
         """Encode and publish. InvalidRequest for numbers that are not finite: nothing is stored."""
         try:
             # No views, and a reason from commit(), once the store has dropped the run.

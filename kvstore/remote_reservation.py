@@ -14,8 +14,7 @@ import numpy as np
 from kvstore.client_link import UNREACHABLE
 from kvstore.errors import InvalidRequest
 from kvstore.kvstore_pb2 import AbortRequest, CommitRequest, ReserveReply, WritePagesHeader
-from kvstore.request import checked_deadline
-from kvstore.reservation import PRESENT, Commit
+from kvstore.reservation import PRESENT, Commit, commit_deadline
 from kvstore.wire import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 
 ABORT_DEADLINE_S = 0.05
 COMMIT_DEADLINE_S_MAX = 55.0
-COMMIT_MARGIN_S = 2.0  # for the server's copy of the pages, and for the answer to get here
+COMMIT_MARGIN_S = 2.0  # of a durable one, for the answer that the deadline passed to get here
+# What the server needs for the pages themselves, beyond the deadline.
+COPY_BYTES_A_SECOND_MIN = 200e6
 STREAM_BYTES_A_SECOND_MIN = 50e6
 CALL_S_MAX = 60.0
 
@@ -55,6 +56,7 @@ class RemoteReservation:
         self._private: NDArray[np.uint8] | None = None
         self._is_open = reply.count > 0
         self._is_held = self._id != 0  # the server keeps something of it
+        self._done: Commit | None = None  # where all was "present"
         self.start = reply.start
         self.count = reply.count
         self.reason = reply.reason
@@ -81,37 +83,46 @@ class RemoteReservation:
         """Where each page lies in the session's staging memory; empty without shared memory."""
         return self._offsets if self._is_open and self._staging is not None else _NOWHERE
 
-    def commit(self, *, durable: bool = False, deadline_s: float = 10.0) -> Commit:
+    def commit(self, *, durable: bool = False, deadline_s: float | None = None) -> Commit:
         """Publish the pages. With `durable`, wait until they and their ancestors are on disk.
 
         Where all was "present" already, there is nothing to publish, but `durable` still waits.
         Raises InvalidRequest when the reservation was given up, or never had anything to commit.
         A server that is lost meanwhile makes it 0 pages, and says so in `reason`.
+        deadline_s: how long to wait for the server, 2 s unless given, and for the time that it
+        needs to copy many pages; with `durable`, how long for the disk, 10 s unless given, and up
+        to 2 s more for the answer.
         """
-        wait_s = min(checked_deadline(deadline_s), COMMIT_DEADLINE_S_MAX)
+        wait_s = min(commit_deadline(deadline_s, durable=durable), COMMIT_DEADLINE_S_MAX)
         is_new, self._is_open = self._is_open, False
         if not is_new and (self.reason != PRESENT or self._live is None):
             raise InvalidRequest("this reservation is empty, committed or aborted already")
+        if self._done is not None and (self._done.durable or not durable):
+            return Commit(0, durable=self._done.durable and durable)  # present, and committed once
         if not is_new and not self._id:
             return Commit(0, durable=False, reason="unknown" if durable else "")
         live = self._live
         if live is None or self._session.is_forked():
             return Commit(0, durable=False, reason=UNREACHABLE)
+        margin_s = COMMIT_MARGIN_S if durable else 0.0
         if is_new and self._staging is None:
-            name, reply = "WritePages", self._send(live, durable, wait_s)
+            reply = self._send(live, durable, wait_s, margin_s)
         else:
-            name = "Commit"
+            margin_s += self.count * self._session.spec.page_bytes / COPY_BYTES_A_SECOND_MIN
             request = CommitRequest(
                 session=live.id, reservation=self._id, durable=durable, deadline_s=wait_s
             )
-            reply = self._session.ask(live, name, request, wait_s + COMMIT_MARGIN_S)
+            timeout_s = min(wait_s + margin_s, CALL_S_MAX)
+            reply = self._session.ask(live, "Commit", request, timeout_s)
         if reply is None:
-            reason = self._session.why_not(name)
+            reason = self._session.why_not()
             self.abort()  # if the call got lost on its way, the pages must not stay reserved
             return Commit(0, durable=False, reason=reason)
         self._is_held = False
         self._forget()
-        return Commit(reply.pages, durable=reply.durable, reason=reply.reason)
+        done = Commit(reply.pages, durable=reply.durable, reason=reply.reason)
+        self._done = None if is_new else done
+        return done
 
     def abort(self) -> None:
         """Give the pages up; nothing was ever visible. Doing it again does nothing."""
@@ -135,13 +146,15 @@ class RemoteReservation:
     def _forget(self) -> None:
         self._staging = self._private = None
 
-    def _send(self, live: LiveSession, durable: bool, wait_s: float) -> CommitReply | None:
+    def _send(
+        self, live: LiveSession, durable: bool, wait_s: float, margin_s: float
+    ) -> CommitReply | None:
         header = WritePagesHeader(
             session=live.id, reservation=self._id, durable=durable, deadline_s=wait_s
         )
         if self._private is None:  # nobody asked for the views: send as much, as it is
             self._private = np.zeros(self.count * self._session.spec.page_bytes, np.uint8)
-        timeout_s = wait_s + COMMIT_MARGIN_S + self._private.nbytes / STREAM_BYTES_A_SECOND_MIN
+        timeout_s = wait_s + margin_s + self._private.nbytes / STREAM_BYTES_A_SECOND_MIN
         pieces = _pieces(self._private.data)
         return self._session.write_pages(live, header, pieces, min(timeout_s, CALL_S_MAX))
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore import kvstore_pb2 as pb
 from kvstore._version import __version__
 from kvstore.client_channel import CallFailed, Failure, with_tokens
-from kvstore.client_link import UNREACHABLE
-from kvstore.live_session import LiveSession
+from kvstore.client_link import REFUSALS
+from kvstore.live_session import CLOSED, LiveSession
 from kvstore.prefill import Prefill
 from kvstore.prompt_lookups import PromptLookups, extras_message
 from kvstore.remote_hints import RemoteHints
@@ -76,6 +76,7 @@ class RemoteSession(RemoteHints):
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._attempts = 0
+        self._refusal = ""  # why the server does not open it, as far as it says so
         self._shared_memory = link.config.shared_memory and link.address.socket is not None
         self._fork_seen = False
         self._saved_s = 0.0  # for the next heartbeat; one that is lost costs a number in a metric
@@ -138,7 +139,7 @@ class RemoteSession(RemoteHints):
         live, reply = self.usable(), None
         if live is not None:
             reply = self.lookups.longest(live, values, more, self._link.config.lookup_deadline_s)
-        reason = self._link.why_not("Match") if reply is None else reply.reason
+        reason = self._link.why_not() if reply is None else reply.reason
         if reply is None or not reply.match:
             live = reply = None
         return RemoteMatch(self, live, reply, reason)
@@ -149,14 +150,15 @@ class RemoteSession(RemoteHints):
         """Room for the pages of this prompt that nobody has stored or is storing.
 
         See Session.reserve. With the reason "limit" it is shorter than asked: commit, then again.
-        "unreachable": no server answers; "refused: ...": not to this credential; "quota: ..." and
-        "busy: ...": it has no more for this tenant, or for anybody, just now.
+        "unreachable": no server answers; "refused: ...": not to this credential, or not pages of
+        this spec; "quota: ..." and "busy: ...": it has no more for this tenant, or for anybody,
+        just now; "closed": this session is.
         """
         values, more = token_view(tokens), checked_extras(extras)
         wait_s = min(checked_deadline(deadline_s), RESERVE_DEADLINE_S_MAX)
         live = self.usable()
         if live is None:
-            return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
+            return RemoteReservation.nothing(self, self._link.why_not())
         self.give_back.hurry()
         with self.lookups.end_of(live, values, more) as part:
             head = pb.ReserveRequest(session=live.id, extras=extras_message(part.extras))
@@ -165,12 +167,13 @@ class RemoteSession(RemoteHints):
             request = with_tokens(head, part.tokens)
             reply = self.ask(live, "Reserve", request, wait_s + ANSWER_MARGIN_S, head.call)
         if reply is None:
-            return RemoteReservation.nothing(self, self._link.why_not("Reserve"))
+            return RemoteReservation.nothing(self, self._link.why_not())
         if part.is_cut and reply.reason in ("", PRESENT):
             reply.reason = LIMIT
         staging = live.staging() if reply.staging_offsets else None
         if reply.staging_offsets and staging is None:  # the session ended just now
-            return RemoteReservation.nothing(self, UNREACHABLE)
+            self._not_made()
+            return RemoteReservation.nothing(self, self._link.why_not())
         return RemoteReservation(self, live, reply, staging)
 
     def report_saved(self, prefill_s: float) -> None:
@@ -193,14 +196,15 @@ class RemoteSession(RemoteHints):
         return reply is not None and reply.done
 
     def close(self) -> None:
-        """Release all matches, abort all reservations; later calls are misses."""
+        """Release all matches, abort all reservations; later calls are misses, and their reason is
+        "closed"."""
         if self.is_forked() or self._closing.is_set():
             return
         self._closing.set()
         live = self._live
         if live is not None:
             self._say_goodbye(live)
-            live.end("closed")
+            live.end(CLOSED)
         with self._changed:
             self._changed.notify_all()
         self._keeper.join(CLOSE_TIMEOUT_S)
@@ -216,9 +220,9 @@ class RemoteSession(RemoteHints):
         """One call of this session; None when it got no reply. For its matches and reservations."""
         return self._link.ask(live, name, request, timeout_s, call)
 
-    def why_not(self, name: str) -> str:
-        """Why a call of this session got no reply. For its reservations."""
-        return self._link.why_not(name)
+    def why_not(self) -> str:
+        """Why this thread's last call of this session got no reply. For its reservations."""
+        return self._link.why_not()
 
     def read_pages(
         self, live: LiveSession, header: pb.ReadPagesHeader, into: memoryview, timeout_s: float
@@ -259,9 +263,12 @@ class RemoteSession(RemoteHints):
     def usable(self) -> LiveSession | None:
         live = self._live
         if live is None or self.is_forked() or live.over.is_set():
-            self._link.count("calls_not_made")
+            self._not_made()
             return None
         return live
+
+    def _not_made(self) -> None:
+        self._link.not_made(CLOSED if self._closing.is_set() else self._refusal)
 
     def _keep(self) -> None:
         """The keeper's life: open, listen until it is over, again."""
@@ -270,21 +277,22 @@ class RemoteSession(RemoteHints):
             try:
                 live = self._open()
             except CallFailed as exc:
-                refused = self._link.not_opened(exc)
+                refused = exc.failure in REFUSALS
+                self._refusal = self._link.not_opened(exc)
                 self._tell_attempt()
                 self._closing.wait(backoff_s * random.uniform(0.8, 1.2))
                 backoff_s = min(2 * backoff_s, REFUSED_BACKOFF_S_MAX if refused else BACKOFF_S_MAX)
                 continue
             backoff_s = BACKOFF_S_MIN
-            self._link.breaker.succeeded()
-            self._link.accepted("Open")
+            self._refusal = ""
+            self._link.opened()
             self._link.note(f"connected, epoch {live.boot_epoch:x}", logging.INFO)
             self._link.count("sessions_opened")
             self._live = live
             self._tell_attempt()
             if self._closing.is_set():  # close() may have missed it
                 self._say_goodbye(live)
-                live.end("closed")
+                live.end(CLOSED)
                 return
             self._listen(live)
             if not self._closing.is_set():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PRESENT = "present"
 LIMIT = "limit"
+COMMIT_S, DURABLE_COMMIT_S = 2.0, 10.0  # how long commit() waits unless the call says otherwise
 OUT_OF_ORDER = "the run before it was not committed"
 Chain = tuple[bytes, dict[int, bytes]]  # whole pages of tokens, extras by page index
 NOTHING: Chain = (b"", {})
@@ -53,6 +54,13 @@ class Commit:
     pages: int  # visible now
     durable: bool  # they and all their ancestors are on disk
     reason: str = ""  # why fewer, or why not durable
+
+
+def commit_deadline(deadline_s: float | None, *, durable: bool) -> float:
+    """How long a commit may wait; InvalidRequest."""
+    if deadline_s is None:
+        return DURABLE_COMMIT_S if durable else COMMIT_S
+    return checked_deadline(deadline_s)
 
 
 class Reservation:
@@ -119,19 +127,20 @@ class Reservation:
         self,
         *,
         durable: bool = False,
-        deadline_s: float = 10.0,
+        deadline_s: float | None = None,
         sources: Sequence[memoryview] | None = None,
     ) -> Commit:
         """Publish the pages. With `durable`, wait until they and their ancestors are on disk.
 
-        sources: bytes of each page, to be copied in first; what is checksummed is the copy, so
-        that memory which somebody else still writes may be given.
+        deadline_s: how long it waits for the disk, 10 unless given; without `durable` it waits for
+        nothing. sources: bytes of each page, to be copied in first; what is checksummed is the
+        copy, so that memory which somebody else still writes may be given.
         Where all was "present" already, there is nothing to publish, but `durable` still waits.
         Nothing is published, with a reason, where the run before this one was not.
         Raises InvalidRequest when the reservation was given up, or never had anything to commit.
         """
         state = self._state
-        deadline = state.clock() + checked_deadline(deadline_s)
+        deadline = state.clock() + commit_deadline(deadline_s, durable=durable)
         started_s = perf_counter()
         with state.lock:
             state.require_open()

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvstore._version import __version__
-from kvstore.errors import CapacityError, InvalidRequest
+from kvstore.errors import InvalidRequest
 from kvstore.identity import NotAuthenticated
 from kvstore.kvstore_pb2 import (
     AbortReply,
@@ -35,11 +35,11 @@ from kvstore.kvstore_pb2 import (
 )
 from kvstore.prefill import Prefill
 from kvstore.prefix_index.page_key import TOKEN_BYTES
+from kvstore.quantity import format_bytes
 from kvstore.rpc_guard import Refused
 from kvstore.server_session import UnknownHandle
 from kvstore.spec import CacheSpec
-from kvstore.tiers.extent import header_bytes
-from kvstore.tiers.tier import aligned
+from kvstore.tenant import check_salt
 from kvstore.wire import HEARTBEAT_S, PIECE_BYTES, check_version
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from kvstore.session_registry import SessionRegistry
     from kvstore.store import Store
 
-SALT_BYTES_MAX = 256
 ATTACH_TOKENS_MAX = 256  # a call
 # A heartbeat stream ends after so long, well and without ending its sessions, so that clients move
 # off connections that have grown old.
@@ -112,12 +111,14 @@ class Servicer:
         problem = check_version(request.client_version, __version__)
         if problem:
             raise Refused(problem)
-        if len(request.salt) > SALT_BYTES_MAX:
-            raise InvalidRequest(f"salt: at most {SALT_BYTES_MAX} bytes")
+        check_salt(request.salt)
         spec = CacheSpec.from_json(request.spec_json)
-        needed, there = header_bytes(1) + aligned(spec.page_bytes), self._store.config.host_bytes
-        if needed > there:
-            raise CapacityError(f"a page of {needed} bytes; the whole arena has {there}")
+        host, there = self._store.state.host, self._store.config.host_bytes
+        if host is not None and not host.fits(spec.page_bytes):
+            raise Refused(  # and not that it has no room just now
+                f"a page of {format_bytes(spec.page_bytes)} does not fit in the "
+                f"{format_bytes(there)} that the server has for pages; raise its host_bytes"
+            )
         session = self._registry.open(
             call.identity,
             spec,

@@ -54,7 +54,7 @@ from kvstore.stager import Stager
 from kvstore.state import SEQUENCE_BITS, StoreState, TreeInfo
 from kvstore.store_opening import open_disk, open_host
 from kvstore.store_stats import Stats, stats_of
-from kvstore.tenant import tenant_secret, tree_root
+from kvstore.tenant import check_salt, tenant_secret, tree_root
 from kvstore.tenant_usage import usage, usages
 from kvstore.tiers.tier import ALIGNMENT_BYTES
 from kvstore.warm_start import WarmStart
@@ -216,8 +216,7 @@ class Store(OperatorTools):
         self.state.require_open()
         if not isinstance(spec, CacheSpec):
             raise InvalidRequest("session: a CacheSpec is needed")
-        if not isinstance(salt, bytes):
-            raise InvalidRequest("salt: bytes are needed")
+        check_salt(salt)
         if not isinstance(writer, str) or not writer.isascii() or len(writer) > 64:
             raise InvalidRequest(f"writer: {writer!r} given; at most 64 ASCII characters")
         if self.state.host is not None and not self.state.host.fits(spec.page_bytes):

@@ -18,7 +18,14 @@ from kvstore.errors import ConfigError, InvalidRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["check_name", "load_or_create_secret", "load_secret", "tenant_secret", "tree_root"]
+__all__ = [
+    "check_name",
+    "check_salt",
+    "load_or_create_secret",
+    "load_secret",
+    "tenant_secret",
+    "tree_root",
+]
 
 NAMESPACE_BYTES = 16
 ROOT_BYTES = 32
@@ -56,9 +63,18 @@ def tree_root(secret: bytes, namespace: bytes, salt: bytes = b"") -> bytes:
     _check_secret("tenant secret", secret)
     if len(namespace) != NAMESPACE_BYTES:
         raise InvalidRequest(f"namespace: {len(namespace)} bytes given; must be {NAMESPACE_BYTES}")
-    if len(salt) > SALT_BYTES_MAX:
-        raise InvalidRequest(f"salt: {len(salt)} bytes given; at most {SALT_BYTES_MAX}")
+    check_salt(salt)
     return hashlib.blake2b(namespace + salt, key=secret, digest_size=ROOT_BYTES).digest()
+
+
+def check_salt(salt: object) -> None:
+    """InvalidRequest for what is no salt: bytes, at most SALT_BYTES_MAX."""
+    if not isinstance(salt, bytes):
+        raise InvalidRequest(f"salt: a {type(salt).__name__} given; bytes are needed")
+    if len(salt) > SALT_BYTES_MAX:
+        raise InvalidRequest(
+            f"salt: {len(salt)} bytes given; at most {SALT_BYTES_MAX}, so give a digest of more"
+        )
 
 
 def load_or_create_secret(path: Path) -> bytes:

@@ -273,7 +273,7 @@ def test_connecting_to_nothing_and_a_store_in_memory_load_no_grpc() -> None:
 def test_a_busy_server_that_says_nothing_is_left_alone_for_longer_each_time() -> None:
     """gRPC itself refuses calls past its limit, and gives no hint."""
     from kvstore.client_channel import CallFailed, Failure
-    from kvstore.client_link import HOLD_S_MIN, ServerLink
+    from kvstore.client_link import HOLD_S_MIN, ServerLink, _accepted
     from kvstore.kvstore_pb2 import OpenReply
     from kvstore.live_session import LiveSession
 
@@ -282,12 +282,14 @@ def test_a_busy_server_that_says_nothing_is_left_alone_for_longer_each_time() ->
     holds = []
     for _ in range(8):
         link.failed(live, "Match", CallFailed(Failure.BUSY, "too many"))
-        holds.append(link._held_for["Match"])
+        holds.append(live.holds["Match"].doubled_s)
     assert holds[:3] == [HOLD_S_MIN, 2 * HOLD_S_MIN, 4 * HOLD_S_MIN]
     assert holds[-1] == 1.0
     assert not link._may_call(live, "Match")
     assert link._may_call(live, "Reserve")
-    link.accepted("Match")
+    assert link._may_call(LiveSession(OpenReply(), None), "Match"), "another session's"
+    _accepted(live, "Match")
+    assert not link._may_call(live, "Match"), "an answer to an earlier call ends no hold"
     link.failed(live, "Match", CallFailed(Failure.BUSY, "too many"))
-    assert link._held_for["Match"] == HOLD_S_MIN
+    assert live.holds["Match"].doubled_s == HOLD_S_MIN
     link.close()
