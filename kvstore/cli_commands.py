@@ -185,6 +185,13 @@ def run(arguments: list[str]) -> int:
         return _refused(arguments, f"{exc}: {_FOREIGN}")
     except (KVStoreError, OSError) as exc:  # the other: of what is written to, as a full disk
         return _refused(arguments, str(exc))
+    except (MemoryError, RuntimeError, ImportError) as exc:
+        from kvstore.tiers.process_limits import start_limit_said
+
+        said = start_limit_said(exc)
+        if not said:
+            raise
+        return _refused(arguments, said)
 
 
 _FOREIGN = "run as its owner, or ask its server by an address (kvstore://...)"

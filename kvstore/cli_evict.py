@@ -69,6 +69,8 @@ def evict(
     """
     from kvstore.removal import Selection
 
+    if erase_key and tenant is None:
+        raise InvalidRequest("--erase-key: whose key? It needs --tenant, and no other selection")
     asked = prompt.read(tokens, tokens_file, text, text_file, tokenizer)
     more = prompt.read_extras(extras)
     older_than_s = seconds_of(older_than, "--older-than") if older_than is not None else None
@@ -105,9 +107,15 @@ def _refuse_what_is_not_here(opened: OperatorLike, selection: Selection) -> None
     if selection.tenant is not None:
         prompt.check_tenant(opened, selection.tenant)
     if selection.writer is not None:
-        writers = {each.writer for each in opened.chains(limit=CHAINS_LOOKED_AT)[0]}
-        if not writers:
+        chains, _ = opened.chains(limit=CHAINS_LOOKED_AT)
+        writers = {each.writer for each in chains} - {""}
+        if not chains:
             raise InvalidRequest("the store is empty: nobody has stored what is here")
+        if not writers:
+            raise InvalidRequest(
+                f"writer {selection.writer} has stored nothing that is here; no page here has a "
+                "writer's name"
+            )
         if selection.writer not in writers:
             raise InvalidRequest(
                 f"writer {selection.writer} has stored nothing that is here; "

@@ -115,12 +115,14 @@ def serve(
     Every setting is also a key of the TOML file and a variable KVSTORE_NAME.
     """
     flags: dict[str, Any] = dict(locals())
+    from kvstore.address_space import refuse_small_address_space
+
+    refuse_small_address_space()
     from kvstore.config import load_config
     from kvstore.server_config import ServerConfig
     from kvstore.server_security import ServerSecurity
 
-    for name in ("config", "check_config"):
-        del flags[name]
+    del flags["config"], flags["check_config"]
     settings = load_config(flags, config, kind=ServerConfig)
     security = ServerSecurity.of(settings)
     if check_config:
@@ -131,15 +133,18 @@ def serve(
 
 
 def _serve(settings: ServerConfig, security: ServerSecurity) -> None:
-    from kvstore.footprint import say_footprint
+    from kvstore.address_space import refuse_small_address_space
+    from kvstore.footprint import footprint_of
     from kvstore.open_files import allow_open_files
 
     _set_process_limits()
-    say_footprint(settings)
+    footprint = footprint_of(settings)
     allow_open_files(settings)
+    refuse_small_address_space(settings)
     from kvstore.server import Server  # grpc, which no other command needs
 
     server = Server(settings, security)
+    footprint.say()  # a server that is refused takes nothing
     _stop_on_signals(server)
     server.start()
     code = server.run()

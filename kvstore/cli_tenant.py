@@ -118,12 +118,12 @@ def quota(
     A tenant above a new, lower bound gives pages up as it stores others.
     """
     limits = _limits(locals())
-    if not limits:
-        raise InvalidRequest("quota: nothing to change; `kvstore tenant quota --help`")
 
     def edit(book: TenantBook) -> TenantBook:
         if name not in book.tenants:
             raise InvalidRequest(no_tenant(name, book.tenants))
+        if not limits:
+            raise InvalidRequest("quota: nothing to change; `kvstore tenant quota --help`")
         changed = book.with_tenant(name, replace(book.tenants[name].quota, **limits))
         _check_shares(changed, config)
         return changed

@@ -54,6 +54,7 @@ __all__ = [
     "model_validator",
 ]
 
+PAGES_EXPECTED_MAX = 4 << 20
 HOST_BYTES_MIN = 64 << 10
 HOST_BYTES_MAX = 64 << 40
 HOST_BYTES_DEFAULT_MAX = 8 << 30
@@ -258,6 +259,11 @@ class StoreConfig(BaseModel):
     def segment_directories(self) -> tuple[Path, ...]:
         """Where segment files go, the store directory first; () in memory."""
         return (self.directory, *self.disk_directories) if self.directory else ()
+
+    def pages_expected(self, page_bytes: int) -> int:
+        """About how many pages of a size there may be. The page table has room for the smallest:
+        that is address space only, and to copy it when it is full takes 36 ms a million pages."""
+        return min((self.host_bytes + self.disk_bytes) // page_bytes, PAGES_EXPECTED_MAX)
 
 
 Config = TypeVar("Config", bound=StoreConfig)

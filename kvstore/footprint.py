@@ -1,4 +1,4 @@
-"""What a server takes of its machine, said before it takes it, and refused where it cannot be had.
+"""What a server takes of its machine, refused where it cannot be had, and said when it begins.
 
 Memory for pages is populated at once: a process that takes more than there is is ended by the
 kernel later, without a word. /dev/shm binds nothing here, the arena is made of memfds.
@@ -7,6 +7,7 @@ kernel later, without a word. /dev/shm binds nothing here, the arena is made of 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.config import free_disk_bytes
@@ -24,8 +25,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvstore.server")
 
 
-def say_footprint(config: ServerConfig, available_bytes: int | None = None) -> None:
-    """One line of what is taken, a warning when it is more than there is.
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One line of what is taken, and a warning, if it is more than there is."""
+
+    taken: str
+    warning: str
+
+    def say(self) -> None:
+        """Log it."""
+        _log.info("%s", self.taken)
+        if self.warning:
+            _log.warning("%s", self.warning)
+
+
+def footprint_of(config: ServerConfig, available_bytes: int | None = None) -> Footprint:
+    """What a server with these settings takes of what there is now.
 
     CapacityError when not even the memory is there that is taken at once. `available_bytes` is
     what the machine and its control groups say, unless given.
@@ -37,14 +52,13 @@ def say_footprint(config: ServerConfig, available_bytes: int | None = None) -> N
     there = f"{where} has {format_bytes(available)} available"
     if config.arena_bytes > available and not config.huge_pages:  # of those the arena knows more
         raise CapacityError(f"host_bytes: {asked} given, {there}; lower --host-bytes")
-    _log.info("takes %s of memory now (--host-bytes), %s", asked, _disk(config))
+    taken, warning = f"takes {asked} of memory now (--host-bytes), {_disk(config)}", ""
     if config.host_bytes > available:
-        _log.warning(
-            "host_bytes: %s of memory will be taken as writers come, %s: the kernel may end this "
-            "server; lower --host-bytes",
-            asked,
-            there,
+        warning = (
+            f"host_bytes: {asked} of memory will be taken as writers come, {there}: the kernel may "
+            "end this server; lower --host-bytes"
         )
+    return Footprint(taken, warning)
 
 
 def _memory(config: ServerConfig) -> tuple[int, str]:

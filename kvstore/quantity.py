@@ -131,7 +131,9 @@ def _hint(number: str, unit: str, units: dict[str, int] | dict[str, Decimal]) ->
     """What was meant, most likely: the unit nearest to the one that was typed."""
     folded = {known.lower(): known for known in units}
     swapped = [known for known in folded if sorted(known) == sorted(unit.lower())]
-    near = swapped or difflib.get_close_matches(unit.lower(), folded, n=1, cutoff=0.3)
+    # By another first letter it would be a guess, and one that is wrong by a factor of 1000.
+    alike = [known for known in folded if known[0] == unit[0].lower()]
+    near = swapped or difflib.get_close_matches(unit.lower(), alike, n=1, cutoff=0.3)
     if near:
         return f"did you mean '{number}{folded[near[0]]}'?"
     return f"the units are {', '.join(units)}"

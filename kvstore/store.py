@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 CLOSE_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 600.0
 USUAL_PAGE_BYTES = 1 << 20
-PAGES_EXPECTED_MAX = 4 << 20
 
 _log = logging.getLogger("kvstore.store")
 
@@ -100,10 +99,11 @@ class Store(OperatorTools):
         )
         try:
             host = open_host(config, disk)
-            index = PrefixIndex(pages_expected=_pages_expected(config, ALIGNMENT_BYTES))
+            index = PrefixIndex(pages_expected=config.pages_expected(ALIGNMENT_BYTES))
+            usual_pages = config.pages_expected(USUAL_PAGE_BYTES)
             policy = PagePolicy(
                 config.policy,
-                _pages_expected(config),
+                usual_pages,
                 time.monotonic,
                 config.objective,
                 config.even_tokens,
@@ -111,7 +111,7 @@ class Store(OperatorTools):
                 host_pages=config.host_bytes // USUAL_PAGE_BYTES,
             )
             index.policy = policy
-            admission = DiskAdmission(config, index.table, _pages_expected(config))
+            admission = DiskAdmission(config, index.table, usual_pages)
             self.state = StoreState(
                 config, index, host, disk, policy, admission, secret or secrets.token_bytes(32)
             )
@@ -464,12 +464,6 @@ class Store(OperatorTools):
         info = TreeInfo(root, tenant, spec.namespace, spec.page_tokens, spec.page_bytes)
         with state.lock:
             return state.trees.setdefault(root, info)
-
-
-def _pages_expected(config: StoreConfig, page_bytes: int = USUAL_PAGE_BYTES) -> int:
-    """About how many pages of a size there may be. The page table has room for the smallest: that
-    is address space only, and to copy it when it is full takes 36 ms a million pages."""
-    return min((config.host_bytes + config.disk_bytes) // page_bytes, PAGES_EXPECTED_MAX)
 
 
 def _keep_nothing(pages: object) -> int:

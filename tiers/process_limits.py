@@ -43,6 +43,33 @@ def memory_is_limited() -> bool:
     return any(resource.getrlimit(each)[0] != resource.RLIM_INFINITY for each in limits)
 
 
+def start_limit_said(error: BaseException) -> str:
+    """Which limit it was and the way out, of an error by which a thread, memory or a library could
+    not be had; "" for any other error, and for memory where none is limited."""
+    is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    is_library = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    if not (is_thread or is_library or isinstance(error, MemoryError)):
+        return ""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        return (
+            f"this process may map {soft >> 10} KiB of memory (ulimit -v, RLIMIT_AS), and needs "
+            "more: set `ulimit -v unlimited`, or LimitAS=infinity in its unit"
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft != resource.RLIM_INFINITY:
+        return (
+            f"this process may have {soft >> 10} KiB of data (ulimit -d, RLIMIT_DATA), and needs "
+            "more: set `ulimit -d unlimited`, or LimitDATA=infinity in its unit"
+        )
+    if not is_thread:
+        return ""
+    return (
+        "this process may start no more threads (ulimit -u, RLIMIT_NPROC, or pids.max of its "
+        "control group): raise it, or TasksMax in its unit"
+    )
+
+
 def is_denied(error: BaseException) -> bool:
     """Whether an error says what this process may not have, and nothing of what it worked on."""
     code = getattr(error, "errno", None) or getattr(error, "code", None)

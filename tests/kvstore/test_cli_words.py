@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> str:
         ("evict --tenant zz99 -y", "tenant zz99 has no pages here; known here: acme, zeta"),
         ("evict --namespace 123 -y", "no namespace begins with 123; `kvstore ls` shows them"),
         ("evict --writer engine-7", "has stored nothing that is here; did you mean engine-"),
+        ("evict --erase-key --yes", "--erase-key: whose key? It needs --tenant, and no other"),
         ("evict --tenant acme --tokens 7,8", "no prompt here begins with these 2 tokens"),
         ("tree --tenant acem", "tenant acem has no pages here; did you mean acme?"),
         ("explain --tenant acem --tokens 1", "tenant acem has no pages here"),
@@ -152,9 +153,22 @@ def test_a_mistake_is_named_by_its_option_or_file(
 
 
 @pytest.mark.slow
+def test_where_nobody_has_a_writers_name_none_is_proposed(tmp_path: Path) -> None:
+    """It ended with "known here: " and nothing."""
+    with Store.open(tmp_path / "store", host_bytes="4MiB", disk_bytes="64MiB") as store:
+        save(store.session(SPEC), prompt(0, 2))
+    said = run("evict", str(tmp_path / "store"), "--writer", "nobody", code=1)
+    assert said.endswith("has stored nothing that is here; no page here has a writer's name\n")
+
+
+@pytest.mark.slow
 def test_who_may_not_do_that_is_told_whose_token_it_takes(tmp_path: Path) -> None:
     tenants, token = tmp_path / "tenants.json", tmp_path / "token"
     run("tenant", "add", str(tenants), "acme", "--token-file", str(token))
+    said = run("tenant", "quota", f"{tenants}.", "acme", code=1)
+    assert f"{tenants}.: " in said
+    assert "nothing to change" not in said
+    assert "quota: nothing to change" in run("tenant", "quota", str(tenants), "acme", code=1)
     said = run("tenant", "rm", str(tenants), "acm", code=1)
     assert said == "kvstore: there is no tenant acm; did you mean acme?\n"
     flags = ("--host-bytes=32MiB", "--disk-bytes=64MiB", f"--tenants-file={tenants}")

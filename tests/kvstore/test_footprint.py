@@ -11,7 +11,7 @@ import pytest
 from server_process import ServerProcess
 
 from kvstore.errors import CapacityError
-from kvstore.footprint import say_footprint
+from kvstore.footprint import footprint_of
 from kvstore.server_config import ServerConfig
 from kvstore.tiers.available_memory import available_memory_bytes
 
@@ -30,7 +30,7 @@ def test_memory_that_fits_is_one_line_with_the_options(
     config: ServerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvstore.server"):
-        say_footprint(config, 8 * GIB)
+        footprint_of(config, 8 * GIB).say()
     [record] = caplog.records
     assert record.levelno == logging.INFO
     said = record.getMessage()
@@ -41,7 +41,7 @@ def test_memory_that_fits_is_one_line_with_the_options(
 def test_memory_that_fits_without_staging_is_a_warning(
     config: ServerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_footprint(config, 8 * GIB - 1)
+    footprint_of(config, 8 * GIB - 1).say()
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "8 GiB of memory" in record.getMessage()
@@ -49,9 +49,9 @@ def test_memory_that_fits_without_staging_is_a_warning(
 
 
 def test_memory_that_does_not_fit_is_refused(config: ServerConfig) -> None:
-    say_footprint(config, config.arena_bytes)
+    footprint_of(config, config.arena_bytes)
     with pytest.raises(CapacityError, match=r"8 GiB given, .* has 7 GiB available; lower"):
-        say_footprint(config, config.arena_bytes - 1)
+        footprint_of(config, config.arena_bytes - 1)
 
 
 @pytest.mark.slow
@@ -67,8 +67,16 @@ def test_more_than_the_machine_has_is_refused_by_the_real_server(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_server_says_it_before_it_serves(tmp_path: Path) -> None:
+def test_a_server_says_it_before_it_serves_and_one_that_is_refused_takes_nothing(
+    tmp_path: Path,
+) -> None:
     with ServerProcess(tmp_path / "kv", "--host-bytes=16MiB", "--disk-bytes=64MiB") as server:
         server.start()
         first, *_ = server.log.read_text().splitlines()
         assert "takes 16 MiB of memory now (--host-bytes), and up to 64 MiB of disk in " in first
+        command = [sys.executable, "-m", "kvstore.cli", "serve", str(tmp_path / "kv")]
+        command += ["--host-bytes=16MiB"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert "is in use by pid" in done.stderr
+        assert "takes" not in done.stderr

@@ -51,6 +51,8 @@ def test_sizes_are_exact(value: Any, size: int) -> None:
         ("8GIG", "did you mean '8G"),
         ("512megs", "did you mean '512M"),
         ("8iGB", "did you mean '8GiB'"),
+        ("5XB", "the units are B, KiB,"),
+        ("5Bytes", "did you mean '5B'"),
         ("1.5x", "the units are B, KiB"),
         ("", "write like '8GiB'"),
         ("GiB", "write like '8GiB'"),

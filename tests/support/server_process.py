@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 START_S_MAX = 20.0
+
+
+def _limit(address_space_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes, hard))
 
 
 class ServerProcess:
@@ -23,11 +30,14 @@ class ServerProcess:
         self.log = directory.with_name(directory.name + ".log")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, wait_warm: bool = True) -> ServerProcess:
+    def start(
+        self, *, wait_warm: bool = True, address_space_bytes: int | None = None
+    ) -> ServerProcess:
         """Start it and wait until it listens, and has read its catalog."""
         command = [sys.executable, "-m", "kvstore.cli", "serve", str(self.directory), *self.flags]
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            limit = partial(_limit, address_space_bytes) if address_space_bytes else None
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=limit)
         deadline = time.monotonic() + START_S_MAX
         wanted = " warm: " if wait_warm else f"serving {self.directory}"
         while wanted not in self._new_log():
