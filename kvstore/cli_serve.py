@@ -115,9 +115,7 @@ def serve(
     Every setting is also a key of the TOML file and a variable KVSTORE_NAME.
     """
     flags: dict[str, Any] = dict(locals())
-    from kvstore.address_space import refuse_small_address_space
-
-    refuse_small_address_space()
+    _limit_libraries()
     from kvstore.config import load_config
     from kvstore.server_config import ServerConfig
     from kvstore.server_security import ServerSecurity
@@ -130,6 +128,14 @@ def serve(
         return
     log_to_stderr(as_json=settings.log_json)
     _serve(settings, security)
+
+
+def _limit_libraries() -> None:
+    """Before numpy is loaded: no matrix is multiplied here, and its threads map 40 MiB a core."""
+    from kvstore.address_space import refuse_small_address_space
+
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    refuse_small_address_space()
 
 
 def _serve(settings: ServerConfig, security: ServerSecurity) -> None:

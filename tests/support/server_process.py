@@ -14,9 +14,8 @@ from pathlib import Path
 START_S_MAX = 20.0
 
 
-def _limit(address_space_bytes: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes, hard))
+def _limit(kind: int, size: int) -> None:
+    resource.setrlimit(kind, (size, resource.getrlimit(kind)[1]))
 
 
 class ServerProcess:
@@ -31,13 +30,14 @@ class ServerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(
-        self, *, wait_warm: bool = True, address_space_bytes: int | None = None
+        self, *, wait_warm: bool = True, limit: tuple[int, int] | None = None
     ) -> ServerProcess:
-        """Start it and wait until it listens, and has read its catalog."""
+        """Start it and wait until it listens, and has read its catalog. limit: an RLIMIT of its
+        process, and how much."""
         command = [sys.executable, "-m", "kvstore.cli", "serve", str(self.directory), *self.flags]
         with open(self.log, "ab") as log:
-            limit = partial(_limit, address_space_bytes) if address_space_bytes else None
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=limit)
+            begin = partial(_limit, *limit) if limit is not None else None
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=begin)
         deadline = time.monotonic() + START_S_MAX
         wanted = " warm: " if wait_warm else f"serving {self.directory}"
         while wanted not in self._new_log():
