@@ -244,11 +244,7 @@ def show_hits(trace: Trace, results: list[Hits], warmup: str, *, as_json: bool) 
     """A table, or one JSON document."""
     if as_json:
         document = {
-            "trace": trace.name,
-            "requests": trace.requests,
-            "references": trace.references,
-            "unique_blocks": trace.unique,
-            "block_tokens": trace.block_tokens,
+            **trace.facts(),
             "warmup": warmup,
             "weights": WEIGHTS,
             "results": [each.to_dict() for each in results],

@@ -80,11 +80,7 @@ def show_writes(trace: Trace, results: list[Writes], *, as_json: bool) -> None:
     """A table, or one JSON document."""
     if as_json:
         document = {
-            "trace": trace.name,
-            "requests": trace.requests,
-            "references": trace.references,
-            "unique_blocks": trace.unique,
-            "block_tokens": trace.block_tokens,
+            **trace.facts(),
             "meaning": MEANING,
             "results": [each.to_dict() for each in results],
         }

@@ -55,6 +55,16 @@ class Trace:
     def references(self) -> int:
         return len(self.blocks)
 
+    def facts(self) -> dict[str, str | int]:
+        """How a JSON document on the trace begins."""
+        return {
+            "trace": self.name,
+            "requests": self.requests,
+            "references": self.references,
+            "unique_blocks": self.unique,
+            "block_tokens": self.block_tokens,
+        }
+
     def depths(self) -> npt.NDArray[np.int32]:
         """How many blocks stand before each reference in its request."""
         before = np.repeat(self.starts[:-1], np.diff(self.starts))
